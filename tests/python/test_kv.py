@@ -107,11 +107,6 @@ def test_giving_order(geometry: KVGeometry) -> None:
     assert [geometry.blocks_for_pages(k) for k in range(len(order) + 1)] == usable
     for blocks in range(spec.max_blocks + 1):
         assert geometry.pages_for_blocks(blocks) == next(k for k, count in enumerate(usable) if count >= blocks)
-    for column in range(geometry.range_pages):
-        for stop in range(column + 1, geometry.range_pages + 1):
-            run = set(range(column, stop))
-            touching = [b for b in range(spec.max_blocks) if run & set(geometry.columns_of_block(b))]
-            assert list(geometry.blocks_of_columns(column, stop)) == touching
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -95,7 +95,7 @@ def test_a_prescribed_order_is_taken_exactly(specs, data):
             total += 256 * data.draw(st.integers(0, 2))
             gaps[placed.spec.storage] = total
         offsets[placed.spec.path] = placed.offset + gaps[placed.spec.storage] if placed.spec.span_bytes else 0
-    layout = build(specs, layers=1, file_order={0: offsets}, file_alignment=1)
+    layout = build(specs, layers=1).with_file_order({0: offsets}, file_alignment=1)
     reference.check_part(layout.layers[0])
     assert {p.spec.path: p.offset for p in layout.layers[0].tensors} == offsets
     assert [p.offset for p in layout.layers[0].tensors] == sorted(offsets.values())
@@ -147,10 +147,15 @@ def test_inconsistent_specs_are_refused(change):
     assert caught.value.path == change.get("path", "a")
 
 
-@pytest.mark.parametrize("bad", [{"alignment": 0}, {"alignment": 48}, {"mutable": "*.x"}, {"file_order": {5: {}}}])
+@pytest.mark.parametrize("bad", [{"alignment": 0}, {"alignment": 48}, {"mutable": "*.x"}])
 def test_bad_arguments_are_refused(bad):
     with pytest.raises(InvalidArgument):
         build([spec("a")], **bad)
+
+
+def test_a_file_order_of_no_layer_is_refused():
+    with pytest.raises(InvalidArgument):
+        build([spec("a")]).with_file_order({5: {}})
 
 
 @pytest.mark.parametrize(
@@ -168,7 +173,7 @@ def test_bad_arguments_are_refused(bad):
 def test_impossible_file_orders_are_refused(offsets, why):
     specs = [spec("a", storage=1), spec("v", (2,), storage=1, offset=4), spec("b")]
     with pytest.raises(InvalidArgument, match=why):
-        build(specs, file_order={0: offsets})
-    layout = build(specs, file_order={0: {"a": 64, "v": 68, "b": 0}})
+        build(specs).with_file_order({0: offsets})
+    layout = build(specs).with_file_order({0: {"a": 64, "v": 68, "b": 0}})
     assert [p.spec.path for p in layout.layers[0].tensors] == ["b", "a", "v"]
     assert layout.layers[0].nbytes == 80

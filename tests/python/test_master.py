@@ -20,7 +20,6 @@ from reference import tiny_models  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
 from remap.model import bind as modules  # noqa: E402
 from remap.model import master as masters  # noqa: E402
-from remap.model.master import HostMaster, SafetensorsMaster  # noqa: E402
 from remap.model.pack import build  # noqa: E402
 
 IDS = torch.tensor([[1, 5, 3, 10, 2]])
@@ -68,10 +67,9 @@ def run_from(model, master):
     storages = []
     for index, layer in enumerate(layout.layers):
         storage = torch.full((layer.nbytes,), 255, dtype=torch.uint8)
-        place = master.range(index)
-        assert place.nbytes == layer.nbytes
-        assert place.layer == index
-        ctypes.memmove(storage.data_ptr(), place.address, place.nbytes)
+        place = master.tensor(index)
+        assert place.numel() == layer.nbytes
+        ctypes.memmove(storage.data_ptr(), place.data_ptr(), place.numel())
         storages.append(storage)
     rest = torch.zeros(layout.rest.nbytes, dtype=torch.uint8)
     tensors = modules.tensors_of(model)
@@ -90,16 +88,13 @@ def test_host_master_loads_every_layer_with_one_copy(model):
     before = logits(model)
     layout = layout_of(model)
     master = make_master(model, layout)
-    assert isinstance(master, HostMaster) and master.reason == "" and master.layout is layout
-    assert all(master.range(i).address % mmap.PAGESIZE == 0 and master.range(i).source == "memory" for i in range(4))
-    assert master.memory_bytes == sum(layer.nbytes for layer in layout.layers)
+    assert not master.files and master.reason == "" and master.layout is layout
+    assert all(master.tensor(i).data_ptr() % mmap.PAGESIZE == 0 for i in range(4))
     assert torch.equal(run_from(model, master), before)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.zero_()
     found = modules.changed(layout.layers[0], modules.tensors_of(model), master.tensor(0))
     assert found == ["model.layers.0.mlp.up_proj.weight"]
-    with pytest.raises(InvalidArgument):
-        master.range(4)
     given = []
 
     def allocate(nbytes):
@@ -107,18 +102,17 @@ def test_host_master_loads_every_layer_with_one_copy(model):
         return given[-1]
 
     master = make_master(model, layout, allocate=allocate)
-    assert [master.range(i).address for i in range(4)] == [tensor.data_ptr() for tensor in given]
+    assert [master.tensor(i).data_ptr() for i in range(4)] == [tensor.data_ptr() for tensor in given]
 
 
 @pytest.mark.parametrize("whole_directory", [False, True])
 def test_file_master_uses_the_file_itself(model, file, whole_directory):
     before, layout, content = logits(model), layout_of(model), file.read_bytes()
     master = make_master(model, layout, files=file.parent if whole_directory else str(file))
-    assert isinstance(master, SafetensorsMaster) and (master.reason, master.memory_bytes) == ("", 0)
+    assert sorted(master.files) == [0, 1, 2, 3] and master.reason == ""
     for index, layer in enumerate(master.layout.layers):
-        place = master.range(index)
-        assert place.source == "file"
-        assert content.count(ctypes.string_at(place.address, place.nbytes)) == 1
+        place = master.tensor(index)
+        assert content.count(ctypes.string_at(place.data_ptr(), place.numel())) == 1
         assert [p.spec.path for p in layer.tensors] == sorted(p.spec.path for p in layout.layers[index].tensors)
     assert master.layout.rest == layout.rest
     assert torch.equal(run_from(model, master), before)
@@ -126,30 +120,30 @@ def test_file_master_uses_the_file_itself(model, file, whole_directory):
 
 def test_file_addresses_are_read_only_and_live_as_long_as_what_keeps_them(model, file):
     master = make_master(model, layout_of(model), files=file)
-    place, keep = master.range(1), master.keep_alive()
+    keep = master.tensor(1)
+    address, nbytes = keep.data_ptr(), keep.numel()
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     spans = [([int(end, 16) for end in span.split("-")], flags) for span, flags, *_ in lines]
-    (flags,) = [flags for (first, end), flags in spans if first <= place.address < end]
+    (flags,) = [flags for (first, end), flags in spans if first <= address < end]
     assert flags.startswith("r--")
     expected = master.tensor(1).clone()
     file.unlink()
     del master
     gc.collect()
-    assert ctypes.string_at(place.address, place.nbytes) == bytes(expected.tolist())
-    assert len(keep) == 4
+    assert ctypes.string_at(address, nbytes) == bytes(expected.tolist())
+    assert keep.numel()
 
 
-def test_tied_names_and_prefixes(tmp_path):
+def test_tied_names_and_other_names(tmp_path):
     torch.manual_seed(0)
     base = tiny_models.qwen2().model
     names = {name: f"model.{name}" for name in base.state_dict()}
     save_file({names[name]: tensor for name, tensor in base.state_dict().items()}, tmp_path / "a.safetensors")
     layout = layout_of(base, "layers")
-    for found in ({"prefix": "model."}, {"names": names}):
-        master = make_master(base, layout, files=tmp_path, **found)
-        assert isinstance(master, SafetensorsMaster) and master.reason == ""
+    master = make_master(base, layout, files=tmp_path, names=names)
+    assert len(master.files) == len(layout.layers) and master.reason == ""
     missing = make_master(base, layout, files=tmp_path)
-    assert isinstance(missing, HostMaster) and missing.layout is layout
+    assert not missing.files and missing.layout is layout
     assert "not in the files" in missing.reason
 
 
@@ -160,10 +154,9 @@ def test_one_layer_split_between_files_is_kept_in_memory(model, tmp_path):
     for name, part in (("model-00001-of-00002", names[:cut]), ("model-00002-of-00002", names[cut:])):
         save_file({n: state[n] for n in part}, tmp_path / f"{name}.safetensors")
     master = make_master(model, layout, files=tmp_path)
-    assert [master.range(i).source for i in range(4)] == ["file", "file", "memory", "file"]
-    assert list(master.reasons) == [2] and "split between files" in master.reason
+    assert sorted(master.files) == [0, 1, 3]
+    assert master.reason.startswith("layer 2: ") and "split between files" in master.reason
     assert master.layout.layers[2] == layout.layers[2]
-    assert master.memory_bytes == layout.layers[2].nbytes
     assert torch.equal(run_from(model, master), before)
 
 
@@ -185,7 +178,7 @@ def test_files_that_do_not_match_are_not_used(model, tmp_path, changed, reason):
     layout = layout_of(model)
     path = save_in_order(changed(dict(sorted(model.state_dict().items()))).items(), tmp_path / "other.safetensors")
     master = make_master(model, layout, files=path)
-    assert isinstance(master, HostMaster) and master.layout is layout
+    assert not master.files and master.layout is layout
     assert reason in master.reason
 
 
@@ -198,7 +191,7 @@ def test_one_changed_element_is_noticed_and_values_are_compared_by_bytes(model, 
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[31, 63] += 1
     master = make_master(model, layout_of(model), files=tmp_path)
-    assert list(master.reasons) == [1]
+    assert sorted(master.files) == [0, 2, 3] and master.reason.startswith("layer 1: ")
     assert "v_proj.weight has other values" in master.reason
 
 
@@ -221,18 +214,21 @@ def test_odd_sizes_and_views_fall_back(tmp_path):
     path = save_in_order(list(small.layers[0].named_parameters(prefix="layers.0")), tmp_path / "b.safetensors")
     layout = layout_of(small, "layers")
     assert "layers.0.bias at 48 is not aligned to 64" in make_master(small, layout, files=path).reason
-    master = make_master(small, layout, files=path, file_alignment=16)
-    assert isinstance(master, SafetensorsMaster)
+    small.layers[0] = wide = torch.nn.Linear(4, 4)
+    wide.twin = wide.weight
+    wide.register_buffer("none", torch.empty(0))
+    path = save_in_order(list(wide.named_parameters(prefix="layers.0")), tmp_path / "b.safetensors")
+    master = make_master(small, layout_of(small, "layers"), files=path)
+    assert sorted(master.files) == [0]
     places = [(p.spec.path.removeprefix("layers.0."), p.offset) for p in master.layout.layers[0].tensors]
-    assert places == [("weight", 0), ("twin", 0), ("none", 0), ("bias", 48)]
+    assert places == [("weight", 0), ("twin", 0), ("none", 0), ("bias", 64)]
 
 
 def test_layers_without_bytes_need_nothing():
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Linear(2, 2)])
     master = make_master(model, build(modules.collect(model, "layers"), layers=2))
-    assert master.range(0).nbytes == 0
-    assert master.range(1).nbytes == 264
+    assert [master.tensor(layer).numel() for layer in (0, 1)] == [0, 264]
 
 
 ENTRY = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[%s]}}'

@@ -134,7 +134,6 @@ def test_models_made_under_inference_mode_work_in_every_mode():
     rest.fill_(255)
     assert torch.equal(output(model), before)
     watch = modules.WriteWatch(model, model.model.layers, layout, tensors)
-    assert watch.untracked[0][0] == "model.layers.0.self_attn.q_proj.weight"
     assert watch.written_in(range(2)) == {}
 
 

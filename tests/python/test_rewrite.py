@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 import remap
 from remap import advanced
-from remap.errors import InvalidState
+from remap.errors import DriverError, InvalidArgument, InvalidState
 from remap.internals import internals
+from remap.memory.apply import Changes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import models  # noqa: E402
 
+from remap.model.bind import changed, tensors_of  # noqa: E402
+
 KV = remap.KVSpec(layers=models.LAYERS, kv_heads=2, head_dim=16, min_blocks=4, max_blocks=400, dtype="float32")
 IDS = torch.arange(3, 23).reshape(1, -1)
+
+
+def master_of(tenant: Any) -> Any:
+    return internals(tenant)._state.source.keep_alive[0]
 
 
 class World:
@@ -33,17 +42,37 @@ class World:
         with torch.no_grad():
             return self.model(IDS, use_cache=False).logits.clone()
 
-    def load(self, layers: int = models.LAYERS) -> None:
+    @staticmethod
+    def number(name: str) -> int:
+        return next((int(part) for part in name.split(".") if part.isdigit()), -1)
+
+    def load(self, layers: int = models.LAYERS, of: Any = None) -> None:
         """The other model's weights, as engines write them: no version counter sees it."""
-        new = dict(self.other.named_parameters())
+        new = dict((of or self.other).named_parameters())
         for name, tensor in self.model.named_parameters():
-            number = next((int(part) for part in name.split(".") if part.isdigit()), -1)
-            if number < layers:
+            if self.number(name) < layers:
                 tensor.data.copy_(new[name].data)
 
     def expected(self) -> Any:
         with torch.no_grad():
             return self.other(IDS, use_cache=False).logits
+
+    queries = tuple(f"model.layers.{number}.self_attn.q_proj.weight" for number in (0, 1))
+
+    def layer(self, number: int) -> Any:
+        return self.model.model.layers[number]
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.model.state_dict())
+
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.model.parameters()]
+
+    def masters(self) -> dict[int, list[str]]:
+        """Tensors of the other model that are not what the master copies have."""
+        master, new = master_of(self.tenant), dict(tensors_of(self.other))
+        found = {i: changed(part, new, master.tensor(i)) for i, part in enumerate(master.layout.layers)}
+        return {layer: paths for layer, paths in found.items() if paths}
 
     def stream(self, layers: int = 3) -> None:
         advanced.remap(self.session, "m", layers)
@@ -76,18 +105,116 @@ def test_without_it_the_copies_are_old_and_differing_says_which(world: World) ->
     assert all(path.startswith("model.layers.") for paths in found.values() for path in paths)
 
 
-def test_layers_that_are_away_are_refused_before_anything_is_written(world: World) -> None:
+@pytest.mark.parametrize("passes", [0, 1, 2])
+@pytest.mark.parametrize(("layers", "buffers", "selection"), [(3, 1, "uniform"), (2, 2, "nested"), (2, 1, "slices")])
+def test_layers_that_are_away_have_them_in_the_next_pass(
+    world: World, layers: int, buffers: int, selection: Any, passes: int
+) -> None:
+    advanced.remap(world.session, "m", layers, buffers, selection)
+    for _ in range(passes):  # what the next pass needs first is in the ring before it begins
+        old = world.answer()
+        assert not torch.equal(old, world.expected())
+    addresses = world.addresses()
+    advanced.rewrite(world.session, "m", world.load)
+    assert world.addresses() == addresses
+    assert world.masters() == {}
+    assert world.tenant.streamed
+    assert torch.equal(world.answer(), world.expected())
+    assert torch.equal(world.answer(), world.expected())
+    advanced.remap(world.session, "m", 0)
+    assert torch.equal(world.answer(), world.expected())
+    assert internals(world.tenant).pinned == () and advanced.differing(world.session, "m") == {}
+
+
+def test_layers_without_pages_come_back_with_them(world: World) -> None:
+    world.session.deactivate("m", pages="none")
+    advanced.rewrite(world.session, "m", world.load)
+    assert world.masters() == {}
+    world.session.activate("m")
+    assert torch.equal(world.answer(), world.expected())
+
+
+def test_what_torch_does_with_a_model_works_inside_of_it(world: World) -> None:
     world.stream()
-    before = world.answer()
+    world.answer()
+    new = world.other.state_dict()
+
+    def write() -> None:
+        world.model.load_state_dict(new)
+        shown = world.model.state_dict()
+        assert [name for name in new if not torch.equal(shown[name], new[name])] == []
+
+    advanced.rewrite(world.session, "m", write)
+    assert torch.equal(world.answer(), world.expected())
+    with pytest.raises(InvalidState):
+        world.model.load_state_dict(new)  # outside of it, as ever
+    assert torch.equal(world.answer(), world.expected())
+
+
+@pytest.mark.parametrize("streams", [0, 3])
+def test_tensors_that_get_other_memory_are_where_they_were_with_its_bytes(world: World, streams: int) -> None:
+    world.stream(streams)
+    addresses = world.addresses()
+
+    def write() -> None:
+        new = dict(world.other.named_parameters())
+        for name, tensor in world.model.named_parameters():
+            tensor.data = new[name].data.clone().t().contiguous().t() if tensor.dim() == 2 else new[name].data.clone()
+
+    advanced.rewrite(world.session, "m", write)
+    assert world.addresses() == addresses
+    assert torch.equal(world.answer(), world.expected())
+    one, two = (world.layer(number).self_attn.q_proj.weight for number in (0, 1))
+
+    def swap() -> None:
+        one.data, two.data = two.data, one.data
+
+    def turn() -> None:
+        one.data = one.data.t()
+
+    first, second = (world.state()[name].clone() for name in world.queries)
+    advanced.rewrite(world.session, "m", swap)
+    assert [torch.equal(world.state()[name], each) for name, each in zip(world.queries, (second, first))] == [
+        True,
+        True,
+    ]
+    advanced.rewrite(world.session, "m", turn)
+    assert torch.equal(world.state()[world.queries[0]], second.t())
+    assert world.addresses() == addresses
+
+
+@pytest.mark.parametrize("streams", [0, 3])
+def test_a_tensor_that_gets_memory_of_another_shape_is_named_and_as_it_was(world: World, streams: int) -> None:
+    world.stream(streams)
+    kept = {name: world.state()[name].clone() for name in world.queries}
+
+    def write() -> None:
+        world.load()
+        world.layer(0).self_attn.q_proj.weight.data = torch.zeros(3)
+        world.layer(1).self_attn.q_proj.weight.data = torch.zeros(64, 64, dtype=torch.bfloat16)
+
+    with pytest.raises(InvalidState) as caught:
+        advanced.rewrite(world.session, "m", write)
+    assert caught.value.fields["tensors"] == world.queries
+    for name, value in world.other.state_dict().items():
+        now = world.state()[name]
+        # Of a layer at home these bytes were written before, and they are where they were.
+        assert torch.equal(now, value) or (name in kept and torch.equal(now, kept[name])), name
+    advanced.remap(world.session, "m", 0)
+    assert advanced.differing(world.session, "m") == {}
+
+
+def test_layers_that_another_instance_computes_are_refused() -> None:
+    world = World(hooks=False)
+    advanced.place(world.session, "m", 0, 3)
     calls: list[int] = []
     with pytest.raises(InvalidState) as caught:
         advanced.rewrite(world.session, "m", lambda: calls.append(1))
-    assert caught.value.fields["tenant"] == "m"
-    assert set(caught.value.fields["layers"]) >= set(world.tenant.streamed)
-    assert calls == [] and torch.equal(world.answer(), before)
-    advanced.remap(world.session, "m", 0)
-    advanced.rewrite(world.session, "m", world.load)  # waits for the layers that are on their way
-    assert torch.equal(world.answer(), world.expected())
+    assert caught.value.fields["layers"] == (3, 4, 5) and not calls
+    advanced.place(world.session, "m", 0, models.LAYERS)
+    advanced.rewrite(world.session, "m", world.load)
+    assert world.masters() == {}
+    world.session.close()
 
 
 def test_inside_a_pass_and_for_bytes_of_the_caller_it_is_refused(world: World) -> None:
@@ -112,3 +239,188 @@ def test_half_of_a_write_streams_as_it_lies(world: World) -> None:
     assert not torch.equal(now, world.expected())
     world.stream()
     assert torch.equal(world.answer(), now)
+
+
+def test_half_of_a_write_while_layers_are_away(world: World) -> None:
+    world.stream()
+    world.answer()
+
+    def half() -> None:
+        world.load(layers=3)
+        raise KeyError("the file ends here")
+
+    with pytest.raises(KeyError):
+        advanced.rewrite(world.session, "m", half)
+    reference = models.make("llama", seed=1)
+    reference.load_state_dict(
+        {n: (world.other if world.number(n) < 3 else reference).state_dict()[n] for n in reference.state_dict()}
+    )
+    with torch.no_grad():
+        expected = reference(IDS, use_cache=False).logits
+    for layers in (3, 0, 2):
+        world.stream(layers)
+        assert torch.equal(world.answer(), expected)
+
+
+def test_it_is_finished_before_the_next_pass_if_that_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the last step is raised; until it succeeds no pass begins and nothing changes."""
+    world.stream()
+    world.answer()
+    state = internals(world.tenant)
+    configure, fails = Changes.configure, [2]
+
+    def failing(changes: Any, tenant: Any, plan: Any) -> None:
+        if fails[0]:
+            fails[0] -= 1
+            raise DriverError("the copy stream has failed")
+        configure(changes, tenant, plan)
+
+    monkeypatch.setattr(Changes, "configure", failing)
+    with pytest.raises(DriverError):
+        advanced.rewrite(world.session, "m", world.load)
+    with pytest.raises(DriverError):
+        world.answer()
+    assert torch.equal(world.answer(), world.expected())
+    fails[0] = 1
+    with pytest.raises(DriverError):
+        advanced.rewrite(world.session, "m", lambda: world.load(of=models.make("llama", seed=3)))
+    advanced.remap(world.session, "m", 0)
+    world.other = models.make("llama", seed=3)
+    assert torch.equal(world.answer(), world.expected())
+    assert state.pinned == ()
+
+
+def test_what_calls_the_session_inside_of_it_is_refused(world: World) -> None:
+    world.stream()
+    world.answer()
+    calls = [
+        lambda: advanced.rewrite(world.session, "m", world.load),
+        lambda: advanced.remap(world.session, "m", 0),
+        lambda: world.session.deactivate("m", pages="none"),
+        world.answer,
+    ]
+    refused: list[Any] = []
+
+    def write() -> None:
+        world.load(layers=2)
+        for call in calls:
+            with suppress(InvalidState):
+                call()
+                refused.append(call)
+        world.load()
+
+    advanced.rewrite(world.session, "m", write)
+    assert refused == []
+    assert world.tenant.streamed and torch.equal(world.answer(), world.expected())
+
+
+def test_a_session_that_closes_or_a_model_that_leaves_behind_it_keeps_them(world: World) -> None:
+    world.stream()
+    world.answer()
+    advanced.rewrite(world.session, "m", world.load)
+    world.session.detach("m")
+    assert torch.equal(world.answer(), world.expected())
+
+
+# -- walks ----------------------------------------------------------------------------------------------------------------
+
+
+class Walk:
+    """A random walk over what moves layers, with new weights in between. Its twin gets the same weights and never moves."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.seed = random.Random(seed), 10
+        self.kind = self.random.choice(("llama", "llama-odd", "gpt2"))
+        self.model, self.twin = models.make(self.kind, seed=1), models.make(self.kind, seed=1)
+        self.neighbour = models.make("qwen2", seed=2)
+        self.session = remap.Session(8 << 20, page_bytes=4096)
+        self.tenant = self.session.attach(self.model, name="m", kv=models.kv_spec(self.model, max_blocks=600))
+        self.session.attach(self.neighbour, name="n", kv=models.kv_spec(self.neighbour, max_blocks=600), active=False)
+        self.step_pass()
+
+    def close(self) -> None:
+        self.session.close()
+
+    def step_pass(self) -> None:
+        if not internals(self.tenant).active:
+            self.session.activate("m")
+        with torch.no_grad():
+            mine, right = (each(IDS, use_cache=False).logits for each in (self.model, self.twin))
+        assert torch.equal(mine, right)
+
+    def step_remap(self) -> None:
+        selection = self.random.choice(("uniform", "nested", "slices"))
+        layers, buffers = self.random.randint(0, 4), self.random.randint(1, 2)
+        with suppress(InvalidState, InvalidArgument):
+            advanced.remap(self.session, "m", layers, buffers, selection)
+
+    def step_lend(self) -> None:
+        with suppress(InvalidState, InvalidArgument):
+            advanced.lend(self.session, "m", self.random.randint(0, 4), to=self.random.choice((None, "n")))
+
+    def step_turn(self) -> None:
+        if internals(self.tenant).active:
+            self.session.deactivate("m", pages=self.random.choice(("own", "none", "auto")))
+        else:
+            self.session.activate("m")
+
+    def step_settle(self) -> None:
+        advanced.settle(self.session)
+
+    def step_rewrite(self) -> None:
+        self.seed += 1
+        new = models.make(self.kind, seed=self.seed).state_dict()
+        how = self.random.choice(("data", "state", "memory", "grad", "views"))
+        part = self.random.choice((1.0, 0.5))
+        names = [name for name, _ in self.twin.named_parameters() if self.random.random() < part]
+        stops = self.random.randint(0, len(names)) if self.random.random() < 0.3 else None
+        error = KeyError("the file ends here")
+        raised: list[KeyError] = []
+
+        def write(model: Any) -> None:
+            parameters = dict(model.named_parameters())
+            for number, name in enumerate(names):
+                if number == stops:
+                    raise error
+                tensor, value = parameters[name], new[name]
+                if how == "state":
+                    model.load_state_dict({name: value}, strict=False)
+                elif how == "memory":
+                    tensor.data = value.clone()
+                elif how == "views":
+                    for row, line in zip(tensor.data, value):
+                        row.copy_(line)
+                elif how == "grad":
+                    with torch.no_grad():
+                        tensor.copy_(value)
+                else:
+                    tensor.data.copy_(value)
+
+        with suppress(KeyError):
+            write(self.twin)
+        try:
+            advanced.rewrite(self.session, "m", lambda: write(self.model))
+        except KeyError as once:
+            raised.append(once)
+        assert raised == [error][: stops is not None and stops < len(names)]
+        for index, part_of in enumerate(master_of(self.tenant).layout.layers):
+            assert changed(part_of, dict(tensors_of(self.twin)), master_of(self.tenant).tensor(index)) == []
+        shown = self.model.state_dict()
+        assert [n for n, value in self.twin.state_dict().items() if not torch.equal(shown[n], value)] == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_walks(seed: int) -> None:
+    walk = Walk(seed)
+    try:
+        rewrites = 0
+        for _ in range(40):
+            step = walk.random.choice(
+                ("pass", "pass", "remap", "remap", "lend", "turn", "settle", "rewrite", "rewrite")
+            )
+            rewrites += step == "rewrite" and bool(internals(walk.tenant).away())
+            getattr(walk, f"step_{step}")()
+        walk.step_pass()
+        assert rewrites
+    finally:
+        walk.close()

@@ -235,7 +235,7 @@ def test_a_weights_file_is_page_locked_where_it_is(opened: Any, tmp_path: Any) -
     kv = kv_spec(model, max_blocks=4000)
     tenant = world.session.attach(model, name="m", kv=kv, weights=path, active=False, pages="none")
     world.models["m"] = tenant, None
-    assert "m" not in world.locked and internals(tenant)._state.source.keep_alive[0].range(0).source == "file"
+    assert "m" not in world.locked and internals(tenant)._state.source.keep_alive[0].files
     for _ in range(40):
         assert world.session.activate("m", alone=True).activated
         assert torch.equal(logits_of(model, ids), expected)

@@ -258,12 +258,6 @@ class KVGeometry:
         start = block * self.unit_bytes
         return range(start // self.page_bytes, (start + self.unit_bytes - 1) // self.page_bytes + 1)
 
-    def blocks_of_columns(self, first: int, stop: int) -> range:
-        """The blocks that touch any of the columns [first, stop); only whole blocks below max_blocks count."""
-        low = first * self.page_bytes // self.unit_bytes
-        high = min(-(-stop * self.page_bytes // self.unit_bytes), self.spec.max_blocks)
-        return range(min(low, high), high)
-
     def slots_of_block(self, block: int) -> tuple[int, ...]:
         """The region slots (page places in the region) that block `block` touches, ascending."""
         columns = self.columns_of_block(block)

@@ -35,12 +35,12 @@ they come home before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 
 from remap import _core
-from remap.errors import Error, OutOfBlocks
+from remap.errors import Error, InvalidState, OutOfBlocks
 from remap.memory.pages import Streaming, TenantPages, Transition
 from remap.memory.state import Books, TenantState
 from remap.memory.streams import Streams
@@ -90,6 +90,7 @@ class Changes:
         self._making: tuple[list[tuple[TenantState, _core.Rest]], dict[str, dict[int, int]]] | None = None
         self._due: tuple[TenantState, ...] = ()  # of the last change that was made, until it is settled
         self._settling = False  # nothing but an interrupt keeps it from that
+        self.writing = False  # a caller of `advanced.rewrite` writes
         self._untold = False  # listeners may have to hear of something
         # tenant -> {old: new}: live blocks that have moved and are in no report yet. Written where a change is made,
         # so that a call that raises afterwards cannot lose them.
@@ -191,6 +192,7 @@ class Changes:
 
     def undo(self) -> None:
         """Drop the change in progress, if there is one that is not made. Raises ArenaBroken."""
+        self.writing = False
         if self.draft.depth or self._making is not None:  # in every call: cheap
             self._drop(0)
             self._carry_on()
@@ -312,7 +314,7 @@ class Changes:
         except Error:
             # The copy stream fails for ever. The next pass would replace it, but an inactive tenant may have none.
             # Configuring the prefetcher as it is configured now replaces the stream and repeats its copies.
-            self._configure(tenant, pages)
+            self.configure(tenant, Transition(pages))
             self._order_behind_copies(tenant.prefetcher, stream)
 
     def _order_behind_copies(self, prefetcher: _core.Prefetcher, stream: int) -> None:
@@ -324,13 +326,9 @@ class Changes:
         else:
             prefetcher.drain()
 
-    def configure(self, tenant: TenantState) -> None:
-        """Tell the prefetcher what streams now."""
-        self._configure(tenant, tenant.pages)
-
-    def _configure(self, tenant: TenantState, pages: TenantPages) -> None:
+    def configure(self, tenant: TenantState, plan: Transition) -> None:
+        """Tell the prefetcher what streams now, and what it loads again."""
         _end_abandoned(tenant)
-        plan = Transition(pages)
         plan.configure(tenant.prefetcher, tenant.layer_bytes, self.arena.page_bytes, tenant.ring_address)
 
     # -- what is due -----------------------------------------------------------------------------------------------
@@ -354,11 +352,23 @@ class Changes:
         """Do what is due of the last change, if this tenant is concerned: zero pages that changed tenant, tell the
         prefetchers which layers stream, and start the re-pointing worker. If it raises, the change stays unsettled:
         retry."""
-        if tenant.rest is not None:
+        if tenant.rest is not None or tenant.owed is not None:
             self._settle()
             self.tell()
 
+    def owe(self, tenant: TenantState, finish: Callable[[], None]) -> None:
+        """The caller writes now, and finish() is due when `writing` ends: it is called until it raises nothing. Waits first for
+        all copies from the master copies, and for the computation."""
+        self._await_copies(tenant, tenant.pages, 0)
+        tenant.compute.wait()
+        tenant.owed, self.writing = finish, True
+        self._due, self._settling = (*self._due, tenant), True
+
     def _settle(self) -> None:
+        if self.writing:
+            raise InvalidState(
+                "write(), of advanced.rewrite, has called the session; nothing changed; call it afterwards"
+            )
         if self._due:
             self._settle_all(self._due)
 
@@ -366,8 +376,12 @@ class Changes:
     def _settle_all(self, due: Sequence[TenantState]) -> None:
         self._untold = True  # of pages that pools get late
         try:
+            for tenant in due:
+                if tenant.owed is not None and not tenant.leaving:
+                    tenant.owed()
+                tenant.owed = None
             self._commit(due)
-        except Error:
+        except Exception:
             self._settling = False  # whoever needs it tries again
             raise
         if self._simulator is not None:
@@ -439,7 +453,7 @@ class Changes:
         self._executor.forget(tenant.number)
         if tenant.rest is not None and not self.arena.broken:
             self._settle()  # others may be concerned as well
-        tenant.rest = None
+        tenant.rest = tenant.owed = None
         self.await_worker()
         self._executor.forget(tenant.number)
 

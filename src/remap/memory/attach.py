@@ -24,7 +24,7 @@ from remap.memory.bounds import StallBounds
 from remap.memory.device import Device
 from remap.memory.host_memory import HostMemories, HostMemory
 from remap.memory.kv_copies import KVCopies
-from remap.memory.pages import MAX_BUFFERS, NO_PAGE, TenantPages, plan_free_pages, run_of
+from remap.memory.pages import MAX_BUFFERS, NO_PAGE, TenantPages, Transition, plan_free_pages, run_of
 from remap.memory.shared_link import SharedLink
 from remap.memory.state import Books, TenantState
 from remap.memory.streams import ComputeStream
@@ -442,7 +442,7 @@ class Attaching:
         changes.draft.enlist(made.number, made.kv.pool)
         self._calibrate(made)
         if wanted.for_good or wanted.cold:
-            changes.configure(made)
+            changes.configure(made, Transition(made.pages))
         if wanted.window:
             region, stored, unit = made.kv.address, made.kv.host, geometry.unit_bytes
             ranges = [

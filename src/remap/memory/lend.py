@@ -174,7 +174,7 @@ class Lending:
         page, unit, most = geometry.page_bytes, geometry.unit_bytes, geometry.spec.max_blocks
         for slot in owned if pool.external else pool.vacant(owned):
             column = slot % columns
-            # `geometry.blocks_of_columns`, without a call for each of thousands of slots
+            # Whole blocks that touch the column; in place, without a call for each of thousands of slots.
             blocks = range(column * page // unit, min(-(-(column + 1) * page // unit), most))
             if len(lost) + len(blocks) > surplus and len(lost.union(blocks)) > surplus:
                 return found, True

@@ -131,7 +131,8 @@ class Passes:
                 _verify_masters(tenant)
             if turn.claimed:
                 return False
-            if not finished and (tenant.rest is not None or tenant.asleep or self._changes.failed_points(tenant)):
+            unfinished = tenant.rest is not None or tenant.owed is not None or tenant.asleep
+            if not finished and (unfinished or self._changes.failed_points(tenant)):
                 return False
             run, filled = tenant.kv.reading(streamed) if streamed else (None, 0)
             turn.enter(bracket)  # before the pass begins, so that close() ends it even after an interrupt

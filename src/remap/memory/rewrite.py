@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights written in place in ways that no counter sees: `advanced.rewrite` and `advanced.differing`.
 
-    every layer home, its bytes there -> the caller writes -> the master copies are made anew from the layers
+    a layer at home   the caller writes where it lies, and its master copy is made anew from that
+    a layer away      meanwhile its tensors show its master copy, which the caller writes; what was copied from there is void
 
-The layers are what the model computes with, so they are right whatever was written, and the copies follow.
+Whatever was written, of half a write too, a layer and its master copy agree afterwards. Until they do, no pass and no change
+begins (`Changes.owe`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import TypeVar
 
 from remap.errors import InvalidState
 from remap.memory.core import Core
+from remap.memory.pages import Transition
 from remap.memory.state import TenantState
 
 __all__ = ["differing", "rewrite"]
@@ -29,21 +32,43 @@ def rewrite(core: Core, tenant: TenantState, write: Callable[[], Result]) -> Res
             tenant=tenant.name,
         )
     _await_loads(core, tenant)
-    away = tuple(sorted(tenant.away()))
-    if away:
+    pages, elsewhere = tenant.pages, tuple(sorted(tenant.pages.gone - tenant.pages.cold))
+    if elsewhere:
         raise InvalidState(
-            f"new weights would be written into the layers {away} of {tenant.name!r}, whose memory is KV cache now or lent; "
-            "nothing was written; call again once they are home",
+            f"another instance computes the layers {elsewhere} of {tenant.name!r}, or their bytes come from it, and new weights "
+            "would not reach that; nothing was written; call again once they are home",
             tenant=tenant.name,
-            layers=away,
+            layers=elsewhere,
         )
     tenant.refuse_lost_writes()
-    try:
-        return write()
-    finally:  # also of half a write: layers and copies agree
-        tenant.source.renew()
+    source, away, lost = tenant.source, frozenset(tenant.away()), list[str]()
+
+    def finish() -> None:
+        assert source.renew is not None  # checked above
+        lost.extend(source.renew(away))
+        if away:  # what is in the ring is old, and so is what is at home of a layer of which the rest streams
+            sizes = zip(pages.sizes, pages.tails, strict=True)
+            home = [(n, 0, size - tail) for n, (size, tail) in enumerate(sizes) if n in away - pages.gone]
+            core.changes.configure(tenant, Transition(pages, home, True))
+            tenant.all_ready = False
         tenant.written.clear()
         core.registered.pin()
+
+    core.changes.owe(tenant, finish)
+    try:
+        source.at_masters(away)
+        answer = write()
+    finally:
+        core.changes.writing = False
+        core.changes.settle(tenant)
+    if lost:
+        raise InvalidState(
+            f"{lost} of {tenant.name!r} were given memory of another shape or dtype instead of bytes; they are as they were, "
+            "and what else was written is in place; write into the tensors, or detach the model first",
+            tenant=tenant.name,
+            tensors=tuple(lost),
+        )
+    return answer
 
 
 def differing(core: Core, tenant: TenantState) -> dict[int, list[str]]:

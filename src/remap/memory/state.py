@@ -153,6 +153,7 @@ class TenantState:
 
     # -- changes that are not finished
     rest: _core.Rest | None = None  # of a change that is made and not settled
+    owed: Callable[[], None] | None = None  # what a rewrite leaves to be done, as rest
     since: tuple[int, float] = (0, 0.0)  # completed passes and their stall seconds at the last change
     leaving: bool = False  # detaching it has failed: only another try is allowed
     detached: bool = False

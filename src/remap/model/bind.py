@@ -45,6 +45,8 @@ __all__ = [
     "find_layers",
     "install",
     "own_copy",
+    "point",
+    "put_back",
     "resolve_layers",
     "restore",
     "tensors_of",
@@ -52,6 +54,8 @@ __all__ = [
 
 Tensors = Mapping[str, torch.Tensor]
 """Path at attach -> the tensor object. What follows goes by the objects: a model may register them elsewhere."""
+Moved = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Tensors that were given other memory: (the tensor, a view of the old memory, a view of the new)."""
 
 
 def fill(part: LayerLayout, tensors: Tensors, destination: torch.Tensor) -> None:
@@ -76,14 +80,33 @@ def install(layout: Layout, tensors: Tensors, storages: Sequence[torch.Tensor], 
     version counters do not change. Raises InvalidArgument, and leaves the model as it was, if a storage is too short,
     misaligned, of another type or device, or overlaps another, or if a tensor does not match its spec.
     """
-    everything = _storages(layout, storages, rest)
-    _exchange(
-        [
-            (tensor, storage, placed.offset)
-            for part, storage in zip(layout.parts, everything, strict=True)
-            for placed, tensor in _targets(tensors, part)
-        ]
-    )
+    point(zip(layout.parts, _storages(layout, storages, rest), strict=True), tensors, [])
+
+
+def point(places: Iterable[tuple[LayerLayout, torch.Tensor]], tensors: Tensors, moved: Moved) -> None:
+    """Point the tensors of each part at its storage, which is known to suit it, and note that for `put_back`. All or none."""
+    changes = [(tensor, memory, placed.offset) for part, memory in places for placed, tensor in _targets(tensors, part)]
+    _exchange(changes, moved)
+
+
+def put_back(moved: Moved) -> list[torch.Tensor]:
+    """Undo `point`: the tensors show what they did before. Of one that was given other memory since (`tensor.data = other`), the
+    bytes are copied to where it was pointed; one of another shape or dtype is in the result, and its bytes are left out."""
+    strays, lost = [], []
+    for tensor, old, new in moved:
+        alike = (tensor.shape, tensor.dtype) == (new.shape, new.dtype)
+        there = tensor.data_ptr() in (old.data_ptr(), new.data_ptr())
+        if not alike:
+            lost.append(tensor)
+        elif not there or tensor.stride() != new.stride():
+            strays.append((new, tensor.data.clone()))  # all of them first: they may show each other's memory
+    for new, data in strays:
+        with torch.inference_mode(new.is_inference()), torch.no_grad():
+            new.copy_(data)
+    for tensor, old, _ in reversed(moved):
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.data = old
+    return lost
 
 
 def restore(
@@ -150,7 +173,7 @@ def restore(
                 "changed; give the tensor memory of its own (clone it), then restore again",
                 path=path,
             )
-    _exchange(exchange)
+    _exchange(exchange, [])
 
 
 def changed(part: LayerLayout, tensors: Tensors, master: torch.Tensor) -> list[str]:
@@ -209,23 +232,17 @@ class WriteWatch:
     A tensor is replaced if it has other memory than it was installed in; if it is registered outside of its layer, which alone
     waits for its bytes; or if it is registered nowhere, and its layer has got tensors or modules that were not there before
     (they may have been made from its bytes), or is no part of the model any more. A tensor that has another name, or that
-    is only removed, is not.
-
-    untracked: layer -> paths of inference tensors (made under inference_mode), for which torch keeps no version.
+    is only removed, is not. Of inference tensors (made under inference_mode), torch keeps no version.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module], layout: Layout, tensors: Tensors) -> None:
         """modules: the layers. A part of the layout behind them holds tensors of no layer."""
         self._model, self._modules = model, modules
-        self.untracked: dict[int, list[str]] = {}
         self._specs: list[list[TensorSpec]] = []
         # Of each layer, as written_in() compares them: its tensors, their versions and their addresses.
         self._look: list[tuple[list[torch.Tensor], list[int], list[int]]] = []
-        for index, layer in enumerate(layout.layers):
+        for layer in layout.layers:
             watched = [placed.spec for placed in layer.tensors if not tensors[placed.spec.path].is_inference()]
-            untracked = [placed.spec.path for placed in layer.tensors if tensors[placed.spec.path].is_inference()]
-            if untracked:
-                self.untracked[index] = untracked
             ours = [tensors[spec.path] for spec in watched]
             self._specs.append(watched)
             self._look.append((ours, list(map(_version_of, ours)), list(map(_address_of, ours))))
@@ -349,27 +366,22 @@ def _overlaps(tensor: torch.Tensor, storage: torch.Tensor) -> bool:
     return tensor.device == storage.device and start < storage.numel() and start + span_of(tensor) > 0
 
 
-def _exchange(changes: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
+def _exchange(changes: Sequence[tuple[torch.Tensor, torch.Tensor, int]], moved: Moved) -> None:
     """Give each tensor new memory: (tensor, 1-D uint8 storage, offset in bytes). On any exception, undo, then re-raise.
 
     An inference tensor must get an inference view and any other tensor a normal one: `.data =` takes over the view's
     kind but not its version counter, and torch then refuses every use of the tensor. So each view is made under the
     inference mode that suits its tensor, not under the caller's.
     """
-    undo: list[tuple[torch.Tensor, torch.Tensor]] = []
-    done = False
     try:
         for tensor, storage, offset in changes:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 view = _view(storage, offset, tensor)
-                undo.append((tensor, tensor.data))
+                moved.append((tensor, tensor.data, view))
                 tensor.data = view
-        done = True
-    finally:
-        if not done:
-            for tensor, old in reversed(undo):
-                with torch.inference_mode(tensor.is_inference()):
-                    tensor.data = old
+    except BaseException:
+        put_back(moved)
+        raise
 
 
 # --- checks ------------------------------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ class Guards:
         self._load, self._collect = _ours(self._loading()), _ours(self._collecting())
         # (state dict, its copies so far): in one state dict, two names of one tensor are two names of one copy.
         self._copies: tuple[Any, dict[object, torch.Tensor | None]] = (None, {})
+        self.writing = False  # until `advanced.rewrite` is over every tensor shows its own bytes, wherever its layer is
         # Values of state dicts, by id: those that show attached memory leave it with the model.
         self.shown: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -147,12 +148,15 @@ class Guards:
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 
+    def _gone(self) -> Collection[int]:
+        return () if self.writing else self._tenant.away()
+
     def _away(self) -> Collection[int]:
         """The layers that are away.
 
         Raises InvalidState if one was written while it was streamed: its bytes are lost.
         """
-        away = self._tenant.away()
+        away = self._gone()
         if away:
             self._tenant.refuse_lost_writes()
         return away
@@ -174,7 +178,7 @@ class Guards:
             raise InvalidState(
                 f"{placed.spec.path} of tenant {self._tenant.name!r} was written in a way that no counter sees, and layers "
                 f"{sorted(away)} are away: what was written into them is lost; nothing was copied; write by "
-                "advanced.rewrite, or while all layers are resident",
+                "advanced.rewrite",
                 tenant=self._tenant.name,
                 path=placed.spec.path,
                 layers=tuple(sorted(away)),
@@ -233,7 +237,7 @@ class Guards:
 
     def _merge(self, write: Callable[..., Any], module: nn.Module, name: str) -> Callable[..., Any]:
         def merge(*args: Any, **kwargs: Any) -> Any:
-            away = sorted(self._tenant.away())
+            away = sorted(self._gone())
             if away:
                 raise InvalidState(
                     f"{name}() would write into layers of tenant {self._tenant.name!r}, of which {away} are away; nothing was "
@@ -252,7 +256,7 @@ class Guards:
 
     def _loading(self) -> Callable[..., None]:
         def refuse(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-            gone = self._tenant.away()
+            gone = self._gone()
             inside = tensors_of(module) if gone else {}
             written = {
                 self._placed[id(t)][0] for n, t in inside.items() if prefix + n in state and id(t) in self._placed

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Master copies: each layer's bytes in host memory, as one contiguous range in layout order, so that one copy loads it.
 
-`HostMaster` keeps them in anonymous memory, filled from the model. `SafetensorsMaster` maps the weights file and uses
-its bytes where a layer's tensors lie there one after another: such a layer is packed in the order of the file and needs
-no second copy in RAM. Only `advanced.rewrite` writes a master copy after it was made, and none that is a file.
+They are in anonymous memory, filled from the model; or bytes of a mapped weights file, where a layer's tensors lie there one
+after another: such a layer is packed in the order of the file and needs no second copy in RAM. Only `advanced.rewrite` writes a
+master copy after it was made, and none that is a file.
 
 Make the master before `bind.install`, and use the master's layout from then on: the order of the file may differ.
 """
@@ -17,9 +17,9 @@ import struct
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
 
 import torch
 
@@ -28,11 +28,7 @@ from remap.model.bind import Tensors, changed, fill
 from remap.model.pack import LayerLayout, Layout
 
 __all__ = [
-    "FileMatch",
-    "HostMaster",
-    "HostRange",
     "MasterCopy",
-    "SafetensorsMaster",
     "WeightsFile",
     "anonymous",
     "make_master",
@@ -46,20 +42,6 @@ _DTYPES = {
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class HostRange:
-    """A layer's bytes in host memory: `nbytes` (not rounded up) from `address` on.
-
-    source: "memory" (starts at an OS page, may be page-locked) or "file" (mapped read-only, so that a write faults;
-    starts at any byte; page-locking it needs the driver's read-only flag).
-    """
-
-    layer: int
-    address: int
-    nbytes: int
-    source: str
 
 
 class WeightsFile:
@@ -106,25 +88,27 @@ class WeightsFile:
         return found.st_size, found.st_mtime_ns
 
 
-class MasterCopy(Protocol):
-    """The part of a master copy that the session uses. Addresses are valid while the object lives."""
+class MasterCopy:
+    """The master copies of all layers. Addresses are valid while the object lives.
 
-    layout: Layout
-    """Fill and install with this layout: layers that come from a file are in the file's order."""
-    reason: str
-    """Why some layers do not come from the given files; "" if all of them do, or no files were given."""
+    layout: fill and install with it: layers that come from a file are in the file's order. reason: why some layers do not come
+    from the given files; "" if all of them do, or no files were given. files: layer -> the file that it is mapped from,
+    read-only; they must not change or shrink meanwhile (`refuse_change`). The other layers are in host memory.
+    """
 
-    def range(self, layer: int) -> HostRange:
-        """Where the layer's bytes are."""
-        ...
+    def __init__(
+        self,
+        layout: Layout,
+        layers: Sequence[torch.Tensor],
+        reason: str = "",
+        files: Mapping[int, WeightsFile] = MappingProxyType({}),
+    ) -> None:
+        self.layout, self.reason, self.files = layout, reason, files
+        self._layers = tuple(layers)
 
     def tensor(self, layer: int) -> torch.Tensor:
-        """The same bytes as a 1-D uint8 tensor that keeps them alive. Copy from it; never write to it."""
-        ...
-
-    def keep_alive(self) -> tuple[object, ...]:
-        """Objects that must live as long as the addresses are used."""
-        ...
+        """The layer's bytes as a 1-D uint8 tensor that keeps them alive. Copy from it; only `advanced.rewrite` writes to it."""
+        return self._layers[layer]
 
     def refuse_change(self, layers: Collection[int]) -> None:
         """Raises InvalidState (`WeightsFile.refuse_change`) if the file that one of these layers comes from has
@@ -132,126 +116,28 @@ class MasterCopy(Protocol):
 
         Call it before the bytes of these layers are used.
         """
-        ...
-
-    def changed(self, layers: Collection[int]) -> dict[int, list[str]]:
-        """layer -> its file, for each of these layers whose file has changed."""
-        ...
-
-
-class _Master:
-    """The part that both masters share: one 1-D uint8 tensor and its source for each layer."""
-
-    def __init__(self, layout: Layout, layers: Sequence[tuple[torch.Tensor, str]], reason: str) -> None:
-        self.layout = layout
-        self.reason = reason
-        self._layers = tuple(layers)
-        self._files: Mapping[int, WeightsFile] = {}  # layer -> the file that it is mapped from
-
-    def range(self, layer: int) -> HostRange:
-        tensor = self.tensor(layer)
-        return HostRange(layer, tensor.data_ptr(), tensor.numel(), self._layers[layer][1])
-
-    def tensor(self, layer: int) -> torch.Tensor:
-        if not 0 <= layer < len(self._layers):
-            raise InvalidArgument(
-                f"layer is {layer}, expected 0 to {len(self._layers) - 1}. Nothing was changed",
-                layer=layer,
-                layers=len(self._layers),
-            )
-        return self._layers[layer][0]
-
-    def keep_alive(self) -> tuple[object, ...]:
-        return tuple(tensor for tensor, _ in self._layers)
-
-    def refuse_change(self, layers: Collection[int]) -> None:
-        for file in {self._files[layer] for layer in layers if layer in self._files}:
+        for file in {self.files[layer] for layer in layers if layer in self.files}:
             file.refuse_change()
 
     def changed(self, layers: Collection[int]) -> dict[int, list[str]]:
-        files = {self._files[layer] for layer in layers if layer in self._files}
+        """layer -> its file, for each of these layers whose file has changed."""
+        files = {self.files[layer] for layer in layers if layer in self.files}
         gone = {file for file in files if file.changed}
-        return {layer: [str(self._files[layer].path)] for layer in layers if self._files.get(layer) in gone}
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that this object holds in anonymous memory (a file mapping costs only page cache)."""
-        return sum(tensor.numel() for tensor, source in self._layers if source == "memory")
-
-
-class HostMaster(_Master):
-    """Master copies in host memory, one allocation per layer, filled from the model's present values.
-
-    allocate: nbytes -> 1-D uint8 tensor of at least that many bytes, for page-locked memory; by default an anonymous
-    private mapping, which starts at an OS page. The model may be on any device and does not change. Raises
-    InvalidArgument if the layout was made for another model; OSError or MemoryError if there is not enough memory.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        tensors: Tensors,
-        *,
-        allocate: Callable[[int], torch.Tensor] | None = None,
-        reason: str = "",
-    ) -> None:
-        layers = [(_copy_of(layer, tensors, allocate or anonymous), "memory") for layer in layout.layers]
-        super().__init__(layout, layers, reason)
-
-
-class SafetensorsMaster(_Master):
-    """Master copies in memory-mapped safetensors files, with host memory for the layers that do not match.
-
-    match: the result of `match_files` for `model`. reasons: layer -> why it is in host memory. The files must not
-    change or shrink while this object lives; `refuse_change` raises if they have (see `WeightsFile`).
-    """
-
-    def __init__(
-        self, match: FileMatch, tensors: Tensors, *, allocate: Callable[[int], torch.Tensor] | None = None
-    ) -> None:
-        layers = [
-            (_copy_of(layer, tensors, allocate or anonymous), "memory") if data is None else (data, "file")
-            for layer, data in zip(match.layout.layers, match.data, strict=True)
-        ]
-        super().__init__(match.layout, layers, match.reason)
-        self.reasons = dict(match.reasons)
-        self._files = dict(match.files)
-
-
-@dataclass(frozen=True)
-class FileMatch:
-    """The layers that can be loaded from files.
-
-    layout: matching layers are in file order. data: for each layer its bytes in the file (read-only), or None. files:
-    layer -> its file, for the layers that match. reasons: layer -> why it does not match.
-    """
-
-    layout: Layout
-    data: tuple[torch.Tensor | None, ...]
-    files: Mapping[int, WeightsFile]
-    reasons: Mapping[int, str] = field(default_factory=dict)
-
-    @property
-    def reason(self) -> str:
-        return "; ".join(f"layer {layer}: {why}" for layer, why in self.reasons.items())
+        return {layer: [str(self.files[layer].path)] for layer in layers if self.files.get(layer) in gone}
 
 
 def match_files(
-    files: Files,
-    layout: Layout,
-    tensors: Tensors,
-    *,
-    prefix: str = "",
-    names: Mapping[str, str] | None = None,
-    file_alignment: int = 64,
-) -> FileMatch:
+    files: Files, layout: Layout, tensors: Tensors, names: Mapping[str, str]
+) -> tuple[Layout, list[torch.Tensor | None], dict[int, WeightsFile], dict[int, str]]:
     """Find the layers that can be loaded from `files`: one safetensors file, several, or a directory (all its
     *.safetensors).
 
     A layer matches if its tensors fill one contiguous range of one file; if their names there are `names[path]` (or
-    prefix + path); if dtype, shape and every byte are as in `model` now; and if they lie `file_alignment`-aligned from
-    the start of the range. Every byte of such a layer is read once for the comparison. Layers without bytes do not
-    match. The model does not change.
+    the path); if dtype, shape and every byte are as in the model now; and if they lie aligned from the start of the range. Every
+    byte of such a layer is read once for the comparison. Layers without bytes do not match. The model does not change.
+
+    Returns the layout, in which matching layers are in file order; for each layer its bytes in the file (read-only), or None;
+    the file of each layer that matches; and the reason of each that does not.
 
     Raises InvalidArgument if a file is missing or is not a safetensors file, or if two files hold one name;
     InvalidState if a file changes meanwhile.
@@ -264,13 +150,13 @@ def match_files(
         data.append(None)
         if not layer.nbytes:
             continue
-        found = _find(layer, index, prefix, names or {})
+        found = _find(layer, index, names)
         if isinstance(found, str):
             reasons[number] = found
             continue
         file, content, offsets = found
         try:
-            reordered = layout.with_file_order({number: offsets}, file_alignment)
+            reordered = layout.with_file_order({number: offsets})
         except InvalidArgument as refused:
             reasons[number] = str(refused)
             continue
@@ -281,7 +167,7 @@ def match_files(
         layout, data[number], mapped[number] = reordered, content, file
     for file in set(mapped.values()):
         file.refuse_change()  # it may have changed while its bytes were compared
-    return FileMatch(layout, tuple(data), mapped, reasons)
+    return layout, data, mapped, reasons
 
 
 def make_master(
@@ -289,29 +175,32 @@ def make_master(
     layout: Layout,
     *,
     files: Files | None = None,
-    prefix: str = "",
     names: Mapping[str, str] | None = None,
-    file_alignment: int = 64,
     allocate: Callable[[int], torch.Tensor] | None = None,
     locked: bool = False,
-) -> HostMaster | SafetensorsMaster:
-    """The master copy of a model that is not yet installed: layers that match `files` stay there, others go to host
-    memory.
+) -> MasterCopy:
+    """The master copy of a model that is not yet installed: layers that match `files` stay there, others are filled from the
+    present values, in host memory. The model may be on any device and does not change.
 
-    Arguments and errors as in `match_files` and `HostMaster`. locked: all of them must be in page-locked memory (`allocate`
-    gives it), which a mapped file is not. In that case, and if no layer matches, the result is a `HostMaster` with the given
-    layout and a `reason`. Use `.layout` of the result from then on.
+    Arguments and errors as in `match_files`, which says which layers match. allocate: nbytes -> 1-D uint8 tensor of at least that
+    many bytes, for page-locked memory; by default an anonymous private mapping, which starts at an OS page. locked: all of them
+    must be in such memory, which a mapped file is not. Raises InvalidArgument if the layout was made for another model; OSError
+    or MemoryError if there is not enough memory.
     """
-    if files is None:
-        return HostMaster(layout, tensors, allocate=allocate)
-    if locked:
+    data: Sequence[torch.Tensor | None] = (None,) * len(layout.layers)
+    mapped, reason = dict[int, WeightsFile](), ""
+    if files is not None and locked:
         _open_all(_expand(files))  # a wrong path is refused on every device
         reason = "every layer: a mapped file is not page-locked, so a device copies from it far below its link's speed"
-        return HostMaster(layout, tensors, allocate=allocate, reason=reason)
-    match = match_files(files, layout, tensors, prefix=prefix, names=names, file_alignment=file_alignment)
-    if all(data is None for data in match.data):
-        return HostMaster(layout, tensors, allocate=allocate, reason=match.reason)
-    return SafetensorsMaster(match, tensors, allocate=allocate)
+    elif files is not None:
+        layout, data, mapped, reasons = match_files(files, layout, tensors, names or {})
+        reason = "; ".join(f"layer {layer}: {why}" for layer, why in reasons.items())
+    layers = []
+    for part, there in zip(layout.layers, data, strict=True):
+        layers.append((allocate or anonymous)(part.nbytes)[: part.nbytes] if there is None else there)
+        if there is None:
+            fill(part, tensors, layers[-1])
+    return MasterCopy(layout, layers, reason, mapped)
 
 
 # --- host memory -------------------------------------------------------------------------------------------------
@@ -322,12 +211,6 @@ def anonymous(nbytes: int) -> torch.Tensor:
     # Private, because Python's default is a shared mapping, which a forked child could write to.
     mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
-
-
-def _copy_of(layer: LayerLayout, tensors: Tensors, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    memory = allocate(layer.nbytes)[: layer.nbytes]
-    fill(layer, tensors, memory)
-    return memory
 
 
 # --- safetensors -------------------------------------------------------------------------------------------------
@@ -346,14 +229,14 @@ class _Entry:
 
 
 def _find(
-    layer: LayerLayout, index: Mapping[str, _Entry], prefix: str, names: Mapping[str, str]
+    layer: LayerLayout, index: Mapping[str, _Entry], names: Mapping[str, str]
 ) -> tuple[WeightsFile, torch.Tensor, dict[str, int]] | str:
     """(file, the layer's bytes in it, path -> offset in these bytes), or the reason why the layer does not match."""
     entries: dict[str, _Entry] = {}
     places: dict[tuple[object, ...], _Entry] = {}
     for placed in layer.tensors:
         spec = placed.spec
-        key = names.get(spec.path, prefix + spec.path)
+        key = names.get(spec.path, spec.path)
         entry = index.get(key)
         if not spec.span_bytes or entry is None:
             continue
@@ -372,7 +255,7 @@ def _find(
             twin = places.get((spec.storage, spec.storage_offset_bytes, spec.dtype, spec.shape))
             if twin is None:
                 return (
-                    f"{spec.path} is not in the files (as {names.get(spec.path, prefix + spec.path)!r}); keep it "
+                    f"{spec.path} is not in the files (as {names.get(spec.path, spec.path)!r}); keep it "
                     "resident (mutable=) to use the file for the others"
                 )
             entries[spec.path] = twin

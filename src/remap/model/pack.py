@@ -134,8 +134,6 @@ def build(
     alignment: int = 256,
     mutable: Sequence[str] = (),
     embedding_part: bool = False,
-    file_order: Mapping[int, Mapping[str, int]] | None = None,
-    file_alignment: int = 64,
 ) -> Layout:
     """Pack `specs` into one part per layer and the rest.
 
@@ -144,7 +142,6 @@ def build(
     storages stay resident, and so do storages that two layers, or a layer and a tensor outside of the layers, share.
     embedding_part: parameters outside of the layers make one part more, behind the layers, if they are not mutable nor
     share a layer's storage: the embedding, the final norm and the head.
-    file_order, file_alignment: see `Layout.with_file_order`; applied last.
 
     Raises InvalidArgument for inconsistent specs (duplicate paths, a wrong span, a misaligned offset, ...).
     """
@@ -174,13 +171,12 @@ def build(
         else:
             parts[spec.layer].append(spec)
 
-    layout = Layout(
+    return Layout(
         layers=tuple(
             _pack(index, members, alignment) for index, members in enumerate([*parts, last] if last else parts)
         ),
         rest=_pack(None, rest, alignment),
     )
-    return layout.with_file_order(file_order, file_alignment) if file_order else layout
 
 
 def _stays(members: Sequence[TensorSpec], mutable: Sequence[str]) -> bool:

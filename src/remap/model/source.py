@@ -55,8 +55,11 @@ class LayerSource:
     # The last part, which is no layer: tensors outside of the layers that go with them when their tenant gives all up. None:
     # such tensors are all in the rest, and stay.
     embedding_part: int | None = None
-    # Make every master copy anew from the layers' bytes, and forget the writes; None: another object owns these bytes
-    renew: Callable[[], None] | None = None
+    # (layers): until `renew` the tensors of these layers show their master copies
+    at_masters: Callable[[Collection[int]], None] = lambda layers: None
+    # (the same layers): undo that, make the master copies of all others anew from their bytes, and forget the writes. Returns the
+    # tensors that no longer fit their place: these are as they were. Can be called again. None: another object owns these bytes
+    renew: Callable[[Collection[int]], list[str]] | None = None
 
     def released(self) -> LayerSource:
         """The source without its hold on the master copies: no copy reads them any more."""
@@ -169,8 +172,8 @@ def model_source(
     master = masters.make_master(everything, layout, files=weights, names=names, allocate=allocate, locked=locked)
     layout = master.layout
     if host is not None and not locked:
-        parts = [master.range(index) for index in range(len(layout.layers))]
-        host.stage([(part.address, part.nbytes) for part in parts])
+        parts = [master.tensor(index) for index in range(len(layout.layers))]
+        host.stage([(part.data_ptr(), part.numel()) for part in parts])
     installed: dict[str, Any] = {}
 
     def tensors(targets: Sequence[int], rest: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -222,6 +225,7 @@ def model_source(
     def detach(away: Sequence[int], where: Any) -> None:
         if not installed:
             return
+        leave_masters()
         # Only a layer that is not in place is taken from its master: a resident one may have been written since.
         master.refuse_change(away)
         lost = written(away)
@@ -260,30 +264,46 @@ def model_source(
         found = {i: modules.changed(part, everything, master.tensor(i)) for i, part in parts}
         return {layer: paths for layer, paths in found.items() if paths}
 
-    def renew() -> None:
+    def at_masters(away: Collection[int]) -> None:
+        installed["moved"], installed["guards"].writing = [], True
+        places = [master.tensor(i) if i in away else storage for i, storage in enumerate(installed["storages"])]
+        modules.point(zip(layout.parts, (*places, installed["rest"]), strict=True), everything, installed["moved"])
+
+    def leave_masters() -> list[str]:
+        lost = {id(tensor) for tensor in modules.put_back(installed.get("moved", []))}
+        installed["moved"], installed["guards"].writing = [], False
+        return [path for path, tensor in everything.items() if id(tensor) in lost]
+
+    def renew(away: Collection[int]) -> list[str]:
+        lost = leave_masters()
         for index, part in enumerate(layout.layers):
-            modules.fill(part, everything, master.tensor(index))
+            if index not in away:
+                modules.fill(part, everything, master.tensor(index))
         device.wait_for_torch()
         installed["watch"] = modules.WriteWatch(model, found, layout, everything)
+        return lost
 
     if gathered is not None:
         gathered.prepare()
     return LayerSource(
         layer_bytes=tuple(part.nbytes for part in layout.layers),
         kv_layers=len(decoder),
-        master_addresses=tuple(master.range(i).address if part.nbytes else 0 for i, part in enumerate(layout.layers)),
+        master_addresses=tuple(
+            master.tensor(i).data_ptr() if part.nbytes else 0 for i, part in enumerate(layout.layers)
+        ),
         rest_bytes=layout.rest.nbytes,
         fill_rest=fill_rest,
         install=install,
         detach=detach,
         watch=lambda wanted: written(wanted) | master.changed(wanted),
         writes=lambda wanted, replaced: installed["watch"].written_in(wanted, replaced=replaced),
-        verify=master.refuse_change if isinstance(master, masters.SafetensorsMaster) else None,
+        verify=master.refuse_change if master.files else None,
         keep_alive=(master, layout),
         modules=tuple(found),
         differing=differing,
         embedding_part=last,
-        renew=None if isinstance(master, masters.SafetensorsMaster) else renew,
+        at_masters=at_masters,
+        renew=None if master.files else renew,
     )
 
 
