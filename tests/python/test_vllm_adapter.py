@@ -12,6 +12,8 @@ import logging
 import re
 import sys
 import threading
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -170,7 +172,8 @@ NOT_VLLMS = {
     "prometheus_client's": "add_metric register",
     "ours, on objects of vLLM's": "bind cpu_linear first remap",
     "of models; without it nothing is done": "cos_sin_cache load_weights",
-    "not in 0.31, where nobody calls what overrides it": "compute_weight_checksums",
+    "not in 0.31, where nobody calls what overrides it": "compute_weight_checksums drain_pending",
+    "of calls that a trainer makes, on what vLLM has where it can": "update_weights weight_transfer_engine",
     "of the kernel for latent attention on a CPU, which is there if a model has come so far": "do_kv_cache_update impl"
     " gather_mla_context_cache_cpu",
     "of one version or one configuration, and asked for with a default": "blocks_per_kv_block pcp_manager use_hybrid_blocks",
@@ -893,7 +896,7 @@ class Base:
 
 
 @pytest.fixture
-def worker(vllm: Any) -> Any:
+def worker(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An attached worker: 4 blocks are open, and there are addresses for 400."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -909,6 +912,7 @@ def worker(vllm: Any) -> Any:
     made._remap_trial = False
     made.remap_offloader, made._remap_before = vllm.worker.RemapOffloader(), []
     made.vllm_config = SimpleNamespace(additional_config={})
+    monkeypatch.setattr(vllm.worker, "weights_left_in_place", lambda packed: nullcontext())
     yield made
     session.close()
 
@@ -965,14 +969,47 @@ def test_what_a_trainer_loads_is_what_streams(worker: Any) -> None:
         model.model.load_weights()  # as vLLM's loaders call those of parts
 
     model.load_weights, model.model.load_weights = load_weights, lambda: inner.append("called")
-    engine_internals.around_loading(model, worker._remap_load)
+    engine_internals.around_loading(model, partial(worker._remap_write, "load_weights"))
     model.load_weights((name, tensor.data) for name, tensor in other.named_parameters())
     assert inner == ["called"]
+    for seed, layers in ((2, 3), (3, 3), (4, 0)):
+        other = models.make("llama", seed=seed)
+        if seed > 2:  # with layers away, of which some are in the ring
+            model.load_weights((name, tensor.data) for name, tensor in other.named_parameters())
+        advanced.remap(worker.remap_rank.session, "vllm", layers)
+        assert torch.equal(models.logits_of(model, ids), models.logits_of(other, ids))
+
+
+def test_vllms_own_calls_that_write_weights_do_so_with_layers_away(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import models
+    import torch
+
+    model, ids, calls, later = worker.model_runner.model, models.ids_for(1, 8), [], []
+
+    def load(tensors: Any, name: str) -> None:
+        calls.append(name)
+        for mine, new in zip(model.parameters(), tensors.parameters()):
+            mine.data.copy_(new)
+
+    for name in ("reload_weights", "reset_weights", "start_weight_update", "start_draft_weight_update"):
+        monkeypatch.setattr(Base, name, lambda self, other, name=name: load(other, name), raising=False)
+    monkeypatch.setattr(Base, "finish_weight_update", lambda self, o: self.reload_weights(o), raising=False)  # nested
+    monkeypatch.setattr(Base, "update_weights", lambda self, other: later.append(other), raising=False)
+    drain = SimpleNamespace(drain_pending=lambda: load(later[-1], "drained"))  # an engine that writes in threads
+    monkeypatch.setattr(Base, "weight_transfer_engine", drain, raising=False)
+    names = ["reload_weights", "reset_weights", "start_weight_update", "start_draft_weight_update"]
+    names += ["update_weights", "finish_weight_update"]
     advanced.remap(worker.remap_rank.session, "vllm", 3)
-    assert torch.equal(models.logits_of(model, ids), models.logits_of(other, ids))
-    with pytest.raises(InvalidState) as caught:
-        model.load_weights([])
-    assert set(caught.value.fields["layers"]) >= set(worker.remap_rank.tenant.streamed)
+    for seed, name in enumerate(names, 2):
+        other = models.make("llama", seed=seed)
+        getattr(worker, name)(other)
+        assert torch.equal(models.logits_of(model, ids), models.logits_of(other, ids)), name
+    assert calls == [*names[:4], "drained", "reload_weights"]
+    monkeypatch.setenv("REMAP_CPU_LINEAR", "packed")
+    with pytest.raises(InvalidState, match="reload_weights"):
+        worker.reload_weights(models.make("llama", seed=1))
 
 
 @pytest.mark.parametrize(("parts", "moves"), [(None, True), (False, True), (True, False)])
@@ -985,21 +1022,22 @@ def test_blocks_drain_where_a_table_has_parts_of_blocks(parts: bool | None, move
     assert engine_internals.can_rename_blocks(SimpleNamespace(block_tables=second)) == moves
 
 
-def test_it_sleeps_at_level_1_with_a_broker_and_without_requests(vllm: Any) -> None:
+def test_it_sleeps_at_level_1_with_an_arena_and_without_requests(vllm: Any) -> None:
     made: Any = vllm.worker.RemapWorker()
     cold: list[bool] = []
     made.remap_rank = SimpleNamespace(turn_cold=lambda: cold.append(True) is None and not busy)
     busy = False
-    made._remap_settings = SimpleNamespace(joins=True, arena="unix:/broker")
-    made.sleep(level=1)
-    made.wake_up(tags=None)
-    assert cold == [True]
+    for arena in ("unix:/broker", "shared"):
+        made._remap_settings = SimpleNamespace(arena=arena)
+        made.sleep(level=1)
+        made.wake_up(tags=None)
+    assert cold == [True, True]
     with pytest.raises(InvalidState, match="level 2"):
         made.sleep(level=2)
     busy = True
     with pytest.raises(InvalidState, match="there are requests"):
         made.sleep()
-    made._remap_settings = SimpleNamespace(joins=False, arena="")
+    made._remap_settings = SimpleNamespace(arena="")
     for call in (made.sleep, made.wake_up):
         with pytest.raises(InvalidState, match="REMAP_ARENA=unix:PATH"):
             call()
@@ -1009,7 +1047,7 @@ def test_packed_weights_are_not_loaded_anew(worker: Any) -> None:
     worker.vllm_config.additional_config = {"remap": {"cpu_linear": "packed"}}
     calls: list[int] = []
     with pytest.raises(InvalidState):
-        worker._remap_load(lambda: calls.append(1))
+        worker._remap_write("load_weights", lambda: calls.append(1))
     assert calls == []
 
 
@@ -1030,7 +1068,6 @@ def test_a_newer_version_is_tried_at_home_and_away_before_it_serves(
     monkeypatch.setattr(engine_internals, "installed_version", lambda: "9.9.9")
 
     def entered(tenant: Any, phase: str, tokens: int) -> Any:
-        from contextlib import nullcontext
 
         return nullcontext()
 
@@ -1125,7 +1162,6 @@ def test_weights_that_a_kernel_keeps_are_refused(vllm: Any, monkeypatch: pytest.
 def test_a_pass_that_checks_drafts_is_a_decode(
     worker: Any, monkeypatch: pytest.MonkeyPatch, scheduled: Any, drafted: Any, phase: str
 ) -> None:
-    from contextlib import nullcontext
 
     entered: list[tuple[str, int]] = []
 

@@ -275,7 +275,7 @@ def serve_run(run: dict[str, Any], kept: dict[str, Stepper]) -> dict[str, Any]:
         rounds.append(said)
     found = {"rounds": rounds, **stepper.report(), "loaded": loaded}
     found["preempted"] -= before
-    if kept or run.get("keep"):
+    if run["remap"] and (kept or run.get("keep")):
         tenants = stepper.snapshot()["tenants"].values()
         found["shared"] = {"lent": sum(each["lent_pages"] for each in tenants), "tenants": len(tenants)}
     if run.get("keep"):

@@ -12,11 +12,6 @@ from safetensors.torch import load_file
 from test_tokens import BURST, PLENTY, answers, assert_remapped, remap
 
 REFUSED = [
-    ["reset_weights"],
-    ["update_weights", {}],
-    ["start_weight_update"],
-    ["start_draft_weight_update"],
-    ["reload_weights"],
     ["sleep", 1],
     ["wake_up"],
     ["checkpoint_prepare"],

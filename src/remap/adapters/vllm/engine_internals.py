@@ -429,23 +429,12 @@ def latents_apart(model: Any) -> None:
 
 
 def around_loading(model: Any, run: Callable[[Callable[[], Any]], Any]) -> None:
-    """Make every `load_weights` of the model and its parts, which trainers call between requests, run(the call).
-
-    One that is called inside of another belongs to it.
-    """
-    inside = False
+    """Make every `load_weights` of the model and its parts, which trainers call between requests, run(the call)."""
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def load_weights(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
-            if inside:
-                return original(*args, **kwargs)
-            inside = True
-            try:
-                return run(lambda: original(*args, **kwargs))
-            finally:
-                inside = False
+            return run(functools.partial(original, *args, **kwargs))
 
         return load_weights
 

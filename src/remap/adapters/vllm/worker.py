@@ -53,6 +53,14 @@ _TRIED = 8  # tokens of the passes that try a version newer than the tested ones
 _WAKE_TURNS, _WAKE_AGAIN_S = 60, 0.05  # how long, and how often, a start asks other processes for pages
 
 
+def _writes(name: str) -> Callable[..., Any]:
+    def call(self: RemapWorker, *args: Any, **kwargs: Any) -> Any:
+        return self._remap_write(name, partial(getattr(super(RemapWorker, self), name), *args, **kwargs))
+
+    call.__name__, call.__doc__ = name, "As vLLM's, by `_remap_write`."
+    return call
+
+
 class RemapWorker:
     """The part of the worker that is ours: `worker_class` puts it before a worker class of vLLM's."""
 
@@ -60,6 +68,8 @@ class RemapWorker:
     vllm_config: Any
     cache_config: Any
     rank: int
+    weight_transfer_engine: Any
+    _remap_writing = False  # a call writes weights
 
     # -- starting --------------------------------------------------------------------------------------------------
 
@@ -325,7 +335,7 @@ class RemapWorker:
         if settings.link is not None:
             internals(tenant).calibrate_link(settings.link)
         self.remap_rank = Rank(session, tenant, self.rank, settings.cold_s if settings.joins else None, settings.turn_s)
-        engine_internals.around_loading(model, self._remap_load)
+        engine_internals.around_loading(model, partial(self._remap_write, "load_weights"))
         self._remap_gauges = (
             metrics.Writer(engine_internals.engine_index(self.vllm_config), most) if self.rank == 0 else None
         )
@@ -487,15 +497,37 @@ class RemapWorker:
         self._remap_all_home("compute_weight_checksums")
         return dict(super().compute_weight_checksums())  # type: ignore[misc]
 
-    def _remap_load(self, load: Callable[[], Any]) -> Any:
-        """The model's `load_weights`, as trainers call it between requests: the master copies get the new weights, too.
+    def _remap_write(self, call: str, write: Callable[[], Any]) -> Any:
+        """A call that writes weights, as trainers make it between steps, whether requests are kept or layers are away: what it
+        writes is what computes and streams afterwards. One that is made inside of another belongs to it.
 
-        Raises InvalidState for packed weights, and (field layers) while layers are streamed or lent: nothing is written.
+        Raises InvalidState for packed weights: nothing is written.
         """
-        if self.remap_rank is None:
-            return load()
-        self._remap_as_loaded("load_weights")
-        return remap.advanced.rewrite(self.remap_rank.session, self.remap_rank.tenant.name, load)
+        if self.remap_rank is None or self._remap_writing:
+            return write()
+        self._remap_as_loaded(call)
+        self._remap_writing = True
+        try:
+            with weights_left_in_place(False) if current_platform.is_cpu() else nullcontext():
+                return remap.advanced.rewrite(self.remap_rank.session, self.remap_rank.tenant.name, write)
+        finally:
+            self._remap_writing = False
+
+    reload_weights, reset_weights = _writes("reload_weights"), _writes("reset_weights")
+    start_weight_update, start_draft_weight_update = (
+        _writes("start_weight_update"),
+        _writes("start_draft_weight_update"),
+    )
+    finish_weight_update = _writes("finish_weight_update")
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, by `_remap_write`. An engine that would write later, in threads, does so now: later nobody would see it."""
+
+        def write() -> None:
+            super(RemapWorker, self).update_weights(*args, **kwargs)  # type: ignore[misc]
+            getattr(self.weight_transfer_engine, "drain_pending", lambda: None)()
+
+        self._remap_write("update_weights", write)
 
     def _remap_as_loaded(self, call: str) -> None:
         if current_platform.is_cpu() and self._remap_read(1).cpu_linear == "packed":
@@ -515,27 +547,30 @@ class RemapWorker:
                 layers=away,
             )
 
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Raises InvalidState: new weights would reach the layers in the arena, and not their master copies."""
+    def discard(self, *args: Any, **kwargs: Any) -> None:
+        """Raises InvalidState: the session's pages are none of vLLM's allocator's."""
         raise InvalidState(
-            "remap streams weights from copies that new weights would not reach, and holds pages that neither sleep "
-            "nor a checkpoint of the process covers; nothing changed; restart the engine, or serve without remap"
+            "remap holds pages that neither a discard nor a checkpoint of the process covers; nothing changed; restart the "
+            "engine, or serve without remap"
         )
 
-    start_weight_update = start_draft_weight_update = update_weights = finish_weight_update = reload_weights
-    reset_weights = discard = checkpoint_prepare = checkpoint_restore = reload_weights
+    checkpoint_prepare = checkpoint_restore = discard
 
     def sleep(self, level: int = 1) -> None:
-        """For vLLM's `/sleep`: the pages of all layers are the broker's, until the first request behind `wake_up`.
+        """For vLLM's `/sleep`: the pages of all layers are the broker's, or for the other engines of its arena, until the first
+        request behind `wake_up`.
 
-        Raises InvalidState without a broker, for another level than 1, and while there are requests; nothing changes then.
+        Raises InvalidState without an arena, for another level than 1, and while there are requests; nothing changes then.
         """
-        if not self._remap_settings.joins or level != 1:
+        arena = self._remap_settings.arena
+        if not arena or level != 1:
             raise InvalidState(
-                f"sleep at level {level}: remap gives an engine's pages back to a broker, at level 1, and keeps the weights in "
-                "host memory; nothing changed; start the engine with REMAP_ARENA=unix:PATH, or serve without remap",
+                f"sleep at level {level}, REMAP_ARENA={arena!r}: remap gives an engine's pages to those that share its arena, at "
+                "level 1, and keeps the weights in host memory; an arena of its own goes back to the driver when it ends, so "
+                "nobody would get them; nothing changed; start the engine with REMAP_ARENA=unix:PATH, or with a name that "
+                "engines of its process share, or serve without remap",
                 level=level,
-                arena=self._remap_settings.arena,
+                arena=arena,
             )
         if not self.remap_rank.turn_cold():
             raise InvalidState(
@@ -543,8 +578,8 @@ class RemapWorker:
             )
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """The first request brings the layers, in the order of use. Raises InvalidState without a broker."""
-        if not self._remap_settings.joins:
+        """The first request brings the layers, in the order of use. Raises InvalidState without an arena."""
+        if not self._remap_settings.arena:
             self.sleep()
 
     def shutdown(self) -> None:
