@@ -262,15 +262,21 @@ def filled(session: Session, name: str, layer: int) -> None:
 
 
 def rewrite(session: Session, name: str, write: Callable[[], Answer]) -> Answer:
-    """Call write(), which writes the model's weights where they lie (a trainer's new ones), and make the master copies anew
-    from the layers: also from half of a write, if write() raises. Returns its answer.
+    """Call write(), which writes the model's weights (a trainer's new ones), wherever its layers are. Layers and master copies
+    have the same bytes then, also those of half a write, if write() raises. Returns its answer.
+
+    In write() the tensors of layers that are away show their master copies, on the CPU also where the model is on another device;
+    keep no view of them. Layers at home are written where they lie, and their copies are made anew, which takes the time to copy
+    them. A tensor that gets other memory (`tensor.data = other`) is put back with its bytes.
 
     Writes outside of this call reach the layers and not the copies: the session sees those that torch counts, and pins
     their layers, but none through `tensor.data`. Waits for layers that are coming home. It is one call of the session:
-    other calls, and all passes, wait for it, and write() must not call the session. Takes the time to copy all layers.
+    other calls, and all passes, wait for it, and write() must not call the session.
 
-    Raises InvalidState inside a pass, (field tenant) for a tenant of bytes or with weights=, and (fields tenant, layers)
-    while layers stream or are lent; nothing is written then.
+    Raises InvalidState inside a pass, (field tenant) for a tenant of bytes or with weights=, and (fields tenant, layers) for
+    layers that another instance computes; nothing is written then. Raises InvalidState (fields tenant, tensors) for tensors that
+    got memory of another shape or dtype: these are as they were, and the rest is written. An error of the device may come behind
+    the write: what is left is done before the next pass or change, which may raise it again.
     """
 
     def call(core: Core) -> Answer:

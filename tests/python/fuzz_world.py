@@ -75,7 +75,7 @@ NOT_DRAWN = {
     "advanced.place": "another instance computes the rest of each pass: test_place.py walks",
     "advanced.fill_layer": "as place",
     "advanced.filled": "as place",
-    "advanced.rewrite": "needs a model of torch: test_rewrite.py",
+    "advanced.rewrite": "needs a model of torch: test_rewrite.py walks",
     "advanced.show": "listens in a thread of its own, and calls snapshot: test_top.py",
 }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from effort import some, spread
 
 import remap
 from remap import advanced
@@ -290,6 +292,25 @@ def test_it_is_finished_before_the_next_pass_if_that_failed(world: World, monkey
     assert state.pinned == ()
 
 
+def test_a_model_that_leaves_before_it_could_be_finished_shows_no_master_copy(world: World) -> None:
+    world.stream()
+    state = internals(world.tenant)._state
+
+    def fails(away: Any) -> list[str]:
+        raise DriverError("the device is gone")
+
+    state.source = replace(state.source, renew=fails)
+    with pytest.raises(DriverError):
+        advanced.rewrite(world.session, "m", world.load)
+    master = master_of(world.tenant)
+    spans = [(copy.data_ptr(), copy.numel()) for copy in map(master.tensor, range(models.LAYERS))]
+    assert any(at <= here < at + size for here in world.addresses() for at, size in spans)
+    with pytest.warns(RuntimeWarning, match="wrote without a counter"):  # into layers at home
+        world.session.detach("m")
+    assert not any(at <= here < at + size for here in world.addresses() for at, size in spans)
+    assert torch.equal(world.answer(), world.expected())
+
+
 def test_what_calls_the_session_inside_of_it_is_refused(world: World) -> None:
     world.stream()
     world.answer()
@@ -312,6 +333,40 @@ def test_what_calls_the_session_inside_of_it_is_refused(world: World) -> None:
     advanced.rewrite(world.session, "m", write)
     assert refused == []
     assert world.tenant.streamed and torch.equal(world.answer(), world.expected())
+
+
+@pytest.mark.parametrize("points", ["lines", "signals"])
+@pytest.mark.parametrize("selection", ["uniform", "slices"])
+def test_behind_an_interrupt_the_weights_are_the_old_or_the_new_ones(world: World, selection: Any, points: str) -> None:
+    import interrupts
+
+    advanced.remap(world.session, "m", 2, 1, selection)
+    files = tuple(f"{name}.py" for name in ("memory/rewrite", "memory/apply", "model/source", "model/bind"))
+    twins = [models.make("llama", seed=seed) for seed in (1, 2)]
+    with torch.no_grad():
+        answers = [twin(IDS, use_cache=False).logits for twin in twins]
+    addresses, now = world.addresses(), 0
+
+    def act(at: int) -> Any:
+        write = lambda: world.load(of=twins[1 - now])  # noqa: E731
+        return interrupts.interrupted(lambda: advanced.rewrite(world.session, "m", write), at, points, files)
+
+    seen = act(-1)[0].seen
+    now = 1
+    last = {where: at for at, where in enumerate(seen)}
+    assert len(last) > 30
+    found = set()
+    for at in spread(sorted(last.values()), 24):
+        interrupt, _, error = act(at)
+        assert interrupt.where == "" or isinstance(error, KeyboardInterrupt)
+        given = [torch.equal(world.answer(), answer) for answer in answers]
+        assert sum(given) == 1, interrupt.where
+        found.add(given.index(True) == now)
+        now = given.index(True)
+        world.other = twins[now]
+        assert world.masters() == {}, interrupt.where
+        assert world.addresses() == addresses, interrupt.where
+    assert found == {True, False}
 
 
 def test_a_session_that_closes_or_a_model_that_leaves_behind_it_keeps_them(world: World) -> None:
@@ -409,7 +464,7 @@ class Walk:
         assert [n for n, value in self.twin.state_dict().items() if not torch.equal(shown[n], value)] == []
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(some(6, 40)))
 def test_walks(seed: int) -> None:
     walk = Walk(seed)
     try:

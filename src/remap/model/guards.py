@@ -8,6 +8,8 @@
     to, half, cuda, share_memory   raises, unless it changes nothing: a tensor's address never changes
     DistributedDataParallel        finds no parameters to synchronise, and says so
 
+Inside of `advanced.rewrite` every tensor shows its own bytes, and all of these work as usual.
+
 A layer is away while it is streamed, loading, or to be re-pointed: its tensors then show the ring, or nothing yet. The
 guards cannot distinguish a direct read of such a tensor (`weight.sum()`) from a pass, so they do not refuse it;
 `state_dict()` has the right bytes. The next pass finds a direct write when it ends, and a change that would bring the layer home

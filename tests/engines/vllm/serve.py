@@ -276,8 +276,10 @@ def serve_run(run: dict[str, Any], kept: dict[str, Stepper]) -> dict[str, Any]:
     found = {"rounds": rounds, **stepper.report(), "loaded": loaded}
     found["preempted"] -= before
     if run["remap"] and (kept or run.get("keep")):
-        tenants = stepper.snapshot()["tenants"].values()
+        snapshot = stepper.snapshot()["tenants"]
+        tenants = snapshot.values()
         found["shared"] = {"lent": sum(each["lent_pages"] for each in tenants), "tenants": len(tenants)}
+        found["shared"]["cold"] = {name: len(each["cold"]) for name, each in snapshot.items()}
     if run.get("keep"):
         kept[run["name"]] = stepper
     elif "use" not in run:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Vllm
-from test_tokens import BURST, LITTLE, SETTINGS, answers, assert_remapped, remap, stock
+from test_tokens import BURST, LAYERS, LITTLE, SETTINGS, answers, assert_remapped, remap, stock
 
 SHORT = BURST[::2] + BURST[-1:]  # enough to need more than there is, when all arrive at once
 # 13 blocks in memory, and the user's ceiling of 20: less than what one layer gives. Four requests need 18.
@@ -147,12 +147,21 @@ def test_two_engines_of_one_process_share_an_arena(vllm: Vllm):
             engine("first"),
             engine("second"),
             *({"name": f"{name} {n}", "use": name, "remap": True, "rounds": [BURST]} for n in "12" for name in names),
+            {"name": "sleeps", "use": "first", "remap": True, "load": ["sleep", 1]},
+            {"name": "second alone", "use": "second", "remap": True, "rounds": [BURST]},
+            {"name": "wakes", "use": "first", "remap": True, "load": ["wake_up"], "rounds": [BURST]},
         ]
     )
     for name in (f"{name} {n}" for n in "12" for name in names):
         assert run[name]["preempted"] == 0
         assert answers(run[name]) == answers(run["plenty"])
         assert run[name]["shared"]["lent"] > 0
+    assert run["sleeps"]["loaded"].get("error") is None, run["sleeps"]
+    assert sorted(run["sleeps"]["shared"]["cold"].values()) == [0, LAYERS]  # its pages are for anybody
+    for name in ("second alone", "wakes"):
+        assert run[name]["preempted"] == 0
+        assert answers(run[name]) == answers(run["plenty"])
+    assert set(run["wakes"]["shared"]["cold"].values()) == {0}
 
 
 def test_a_real_model(vllm: Vllm):

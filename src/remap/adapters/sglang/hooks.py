@@ -262,8 +262,8 @@ class Adapter:
             self._publish()
 
     def rewrite(self, write: Callable[[], Any]) -> Any:
-        """write(), which writes the model's weights; then the master copies have them, too. Raises InvalidState (fields tenant,
-        layers) if layers cannot come home, since requests use their pages, or other processes have them; nothing is written then.
+        """write(), which writes the model's weights; then the master copies have them, too. Layers that cannot come home stream
+        them. Raises InvalidState (fields tenant, layers) if other processes have the layers' pages; nothing is written then.
         """
         if self.rank is not None and self.asleep and not self._wake(self.rank):
             raise InvalidState(
