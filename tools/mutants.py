@@ -169,6 +169,22 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_cold.py::test_first_blocks_stay_whoever_asks",),
     ),
     Mutant(
+        name="rewrite-keeps-the-ring",
+        file="src/remap/memory/rewrite.py",
+        text="Transition(pages, home, True)",
+        replacement="Transition(pages, home, False)",
+        breaks="Behind new weights the next pass computes with what the ring had of the old ones.",
+        tests=("test_rewrite.py::test_layers_that_are_away_have_them_in_the_next_pass",),
+    ),
+    Mutant(
+        name="rewrite-keeps-the-front-of-slices",
+        file="src/remap/memory/rewrite.py",
+        text="Transition(pages, home, True)",
+        replacement="Transition(pages, (), True)",
+        breaks="Of layers that stream in part, the part at home keeps the old weights.",
+        tests=("test_rewrite.py::test_layers_that_are_away_have_them_in_the_next_pass",),
+    ),
+    Mutant(
         name="planner-old-stream-waits-for-itself",
         file="src/remap/memory/streams.py",
         text="self._streams.backend.stream_wait(handle, event)",

@@ -15,6 +15,7 @@ from remap import advanced
 from remap.errors import DriverError, InvalidArgument, InvalidState
 from remap.internals import internals
 from remap.memory.apply import Changes
+from remap.memory.streams import ComputeStream
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -130,10 +131,39 @@ def test_layers_that_are_away_have_them_in_the_next_pass(
 
 def test_layers_without_pages_come_back_with_them(world: World) -> None:
     world.session.deactivate("m", pages="none")
+    kv = world.session.attach(models.make("llama", seed=3), name="n", kv=KV).kv
+    world.session.step({"n": remap.Demand(blocks=400)})
+    blocks = kv.allocate(kv.free_blocks)
+    size = kv.spec.block_bytes
+    for block in blocks:
+        kv.memory[block * size : (block + 1) * size].fill_(0x5A)
     advanced.rewrite(world.session, "m", world.load)
+    advanced.settle(world.session)
     assert world.masters() == {}
+    assert all((kv.memory[block * size : (block + 1) * size] == 0x5A).all() for block in blocks)  # in what were its pages
+    kv.free(blocks)
+    world.session.detach("n")
     world.session.activate("m")
     assert torch.equal(world.answer(), world.expected())
+
+
+def test_what_counters_have_seen_before(world: World) -> None:
+    """At home it kept its layer there, and does no more. In a layer that was away it is lost, and nothing hides that."""
+    with torch.no_grad():
+        world.layer(2).self_attn.q_proj.weight.zero_()
+    world.stream(2)
+    assert internals(world.tenant).pinned == (2,)
+    advanced.rewrite(world.session, "m", world.load)
+    assert internals(world.tenant).pinned == ()
+    assert torch.equal(world.answer(), world.expected())
+    with torch.no_grad():
+        world.layer(world.tenant.streamed[0]).self_attn.q_proj.weight.zero_()
+    calls: list[int] = []
+    with pytest.raises(InvalidState) as caught:
+        advanced.rewrite(world.session, "m", lambda: calls.append(1))
+    assert list(caught.value.fields["written"]) == [world.tenant.streamed[0]] and not calls
+    with pytest.warns(RuntimeWarning, match="are lost"):
+        world.session.close()
 
 
 def test_what_torch_does_with_a_model_works_inside_of_it(world: World) -> None:
@@ -290,6 +320,14 @@ def test_it_is_finished_before_the_next_pass_if_that_failed(world: World, monkey
     world.other = models.make("llama", seed=3)
     assert torch.equal(world.answer(), world.expected())
     assert state.pinned == ()
+
+
+def test_it_waits_for_what_still_computes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the last pass may still read the layers."""
+    told: list[str] = []
+    monkeypatch.setattr(ComputeStream, "wait", lambda stream: told.append("computed"))
+    advanced.rewrite(world.session, "m", lambda: told.append("wrote"))
+    assert told == ["computed", "wrote"]
 
 
 def test_a_model_that_leaves_before_it_could_be_finished_shows_no_master_copy(world: World) -> None:

@@ -358,8 +358,7 @@ class Changes:
 
     def owe(self, tenant: TenantState, finish: Callable[[], None]) -> None:
         """The caller writes now, and finish() is due when `writing` ends: it is called until it raises nothing. Waits first for
-        all copies from the master copies, and for the computation."""
-        self._await_copies(tenant, tenant.pages, 0)
+        the tenant's computation, which may still read its layers."""
         tenant.compute.wait()
         tenant.owed, self.writing = finish, True
         self._due, self._settling = (*self._due, tenant), True
@@ -377,7 +376,7 @@ class Changes:
         self._untold = True  # of pages that pools get late
         try:
             for tenant in due:
-                if tenant.owed is not None and not tenant.leaving:
+                if tenant.owed is not None:
                     tenant.owed()
                 tenant.owed = None
             self._commit(due)

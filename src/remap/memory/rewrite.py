@@ -48,9 +48,8 @@ def rewrite(core: Core, tenant: TenantState, write: Callable[[], Result]) -> Res
         lost.extend(source.renew(away))
         if away:  # what is in the ring is old, and so is what is at home of a layer of which the rest streams
             sizes = zip(pages.sizes, pages.tails, strict=True)
-            home = [(n, 0, size - tail) for n, (size, tail) in enumerate(sizes) if n in away - pages.gone]
+            home = [(n, 0, size - tail) for n, (size, tail) in enumerate(sizes) if n in away]
             core.changes.configure(tenant, Transition(pages, home, True))
-            tenant.all_ready = False
         tenant.written.clear()
         core.registered.pin()
 
