@@ -169,7 +169,7 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_cold.py::test_first_blocks_stay_whoever_asks",),
     ),
     Mutant(
-        name="rewrite-keeps-the-ring",
+        name="schedule-ring-outlives-new-weights",
         file="src/remap/memory/rewrite.py",
         text="Transition(pages, home, True)",
         replacement="Transition(pages, home, False)",
@@ -177,7 +177,7 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_rewrite.py::test_layers_that_are_away_have_them_in_the_next_pass",),
     ),
     Mutant(
-        name="rewrite-keeps-the-front-of-slices",
+        name="schedule-front-outlives-new-weights",
         file="src/remap/memory/rewrite.py",
         text="Transition(pages, home, True)",
         replacement="Transition(pages, (), True)",
