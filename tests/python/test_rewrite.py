@@ -140,7 +140,9 @@ def test_layers_without_pages_come_back_with_them(world: World) -> None:
     advanced.rewrite(world.session, "m", world.load)
     advanced.settle(world.session)
     assert world.masters() == {}
-    assert all((kv.memory[block * size : (block + 1) * size] == 0x5A).all() for block in blocks)  # in what were its pages
+    assert all(
+        (kv.memory[block * size : (block + 1) * size] == 0x5A).all() for block in blocks
+    )  # in what were its pages
     kv.free(blocks)
     world.session.detach("n")
     world.session.activate("m")
