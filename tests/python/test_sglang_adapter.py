@@ -185,6 +185,7 @@ class World:
             more = (self.scheduler.invariant_checker, self.scheduler.pool_stats_observer)
             assert {part.max_total_num_tokens for part in (*parts, *more)} == {tokens}
         usable = set(internals(self.tenant).kv.pool.open_ids()) | self.adapter.held.leaving
+        assert 0 in usable or not self.tenant.active  # padded rows write there
         assert set(ours) == usable.intersection(range(1, self.allocator.num_pages + 1))
         remap.advanced.check(self.adapter.session)
 
@@ -386,11 +387,50 @@ def test_room_for_more_is_made_only_if_more_are_waiting(world: World):
     assert world.tenant.remapped >= 1
 
 
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_is_replayed_only_where_no_layer_is_away_or_on_its_way(world: World):
+    def may(runner: Any) -> bool:
+        found: list[bool] = []
+        mode = SimpleNamespace(is_decode=lambda: True)
+        batch = SimpleNamespace(forward_mode=mode, input_ids=torch.tensor([1]))
+
+        def forward(runner: Any, batch: Any) -> Any:
+            graphs = SimpleNamespace(model_runner=runner)
+            found.append(hooks.around_can_run(lambda graphs, batch: True, graphs, batch))
+            assert not hooks.around_can_run(lambda graphs, batch: False, graphs, batch)
+            if not found[0]:
+                with torch.no_grad():
+                    world.runner.model(torch.tensor([[1]]))
+
+        hooks.around_forward(forward, runner, batch)
+        return found[0]
+
+    world.forward()
+    world.iterate()
+    assert may(world.runner)
+    world.fill(1)
+    assert world.tenant.remapped >= 1 and not may(world.runner)
+    assert may(SimpleNamespace())  # another model of this process
+    world.finish()
+    world.serve()
+    assert world.tenant.remapped == 0 and may(world.runner)
+
+
+def test_graphs_are_captured_while_no_thread_of_the_library_works(world: World, monkeypatch: pytest.MonkeyPatch):
+    order: list[str] = []
+    monkeypatch.setattr(remap.advanced, "settle", lambda session: order.append("settled"))
+    for runner in (world.runner, SimpleNamespace()):
+        hooks.around_graphs(lambda runner: order.append("captured"), runner)
+    assert order == ["settled", "captured", "captured"]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def config(decode: str, as_dict: bool) -> Any:
-    parts = {"decode": {"backend": decode}, "prefill": {"backend": "disabled"}}
+    parts = {"decode": {"backend": decode}, "prefill": {"backend": "breakable"}}
     return parts if as_dict else SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
 
 
@@ -399,7 +439,8 @@ def test_arguments_that_do_not_go_together_with_it_are_named(as_dict: bool):
     for good in (
         {"tp_size": 1, "speculative_algorithm": None},
         {"cuda_graph_config": config("disabled", as_dict)},
-        {"cuda_graph_config": config("full", as_dict), "disable_cuda_graph": True},
+        {"cuda_graph_config": config("full", as_dict)},  # SGLang's default on a GPU
+        {"cuda_graph_config": config("compiled", as_dict), "disable_cuda_graph": True},
     ):
         versions.check_arguments(SimpleNamespace(**good))
     for name, value in (("tp_size", 2), ("speculative_algorithm", "EAGLE"), ("enable_memory_saver", True)):
@@ -407,8 +448,11 @@ def test_arguments_that_do_not_go_together_with_it_are_named(as_dict: bool):
             versions.check_arguments(SimpleNamespace(**{name: value}))
         assert (caught.value.argument, caught.value.value) == (name, value)
     with pytest.raises(remap.InvalidState) as caught:
-        versions.check_arguments(SimpleNamespace(cuda_graph_config=config("full", as_dict), disable_cuda_graph=False))
+        versions.check_arguments(
+            SimpleNamespace(cuda_graph_config=config("compiled", as_dict), disable_cuda_graph=False)
+        )
     assert caught.value.argument == "cuda_graph_config.decode"
+    assert "--cuda-graph-backend-decode=breakable" in str(caught.value)
 
 
 def test_other_versions_are_refused():

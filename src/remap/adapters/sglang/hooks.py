@@ -4,8 +4,9 @@ versions.
 
     alloc_memory_pool      attaches the model; the pool's buffers become views of tenant.kv.tensors; its allocator gets
                            the usable ids and no others
-    init_cuda_graphs       afterwards the runner can compute: a version newer than the tested one is tried
+    init_cuda_graphs       captures graphs of layers at home; afterwards a version newer than the tested one is tried
     forward                is one pass
+    can_run_graph          no, while a layer streams or is on its way: the pass runs as without graphs, with its hooks
     get_next_batch_to_run  makes one session.step; ids come and go through the allocator's free list
     evict_to_free_tokens   grows by the tokens that are missing after eviction, before SGLang retracts the decode batch
     check_prefill, ...     grow once for a request that was not admitted, and ask again
@@ -422,6 +423,8 @@ def around_graphs(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Raises InvalidState (fields version, tested, differed), and detaches the model, if a version newer than the tested one
     computes something else with layers away.
     """
+    if _adapter is not None and runner is _adapter.runner:
+        remap.advanced.settle(_adapter.session)  # a driver call of its worker would end a capture
     result = original(runner, *args, **kwargs)
     if _adapter is not None and runner is _adapter.runner:
         prove("SGLang", _version, (versions.TESTED,), _adapter.differs, _leave, versions.otherwise())
@@ -477,6 +480,16 @@ def around_forward(original: Any, runner: Any, batch: Any, *args: Any, **kwargs:
     if adapter.watches and tokens:
         adapter.after_first_pass()
     return output
+
+
+def around_can_run(original: Any, graphs: Any, batch: Any) -> Any:
+    """Whether SGLang may replay a graph in this pass. A graph calls no hook of a layer, and reads each where it was captured:
+    none may be away or on its way then. Nothing changes that within the pass, which `around_forward` has opened.
+    """
+    adapter = _adapter
+    if adapter is not None and graphs.model_runner is adapter.runner and adapter.tenant.streaming:
+        return False
+    return original(graphs, batch)
 
 
 def around_update(original: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:

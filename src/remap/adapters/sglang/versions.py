@@ -48,11 +48,18 @@ logger = logging.getLogger("remap.adapters.sglang")
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 ALLOCATORS = (f"{_ALLOCATOR}.token.TokenToKVPoolAllocator", f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator")
 
+_RUNNER = "sglang.srt.model_executor.runner"
+_GRAPHS = ("full", "breakable")
+
 # name of the hook (hooks.py) -> the functions that it is put around
 TARGETS: dict[str, tuple[str, ...]] = {
     "around_alloc": ("sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool",),
     "around_graphs": ("sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs",),
     "around_forward": ("sglang.srt.model_executor.model_runner.ModelRunner.forward",),
+    "around_can_run": (
+        f"{_RUNNER}.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
+        f"{_RUNNER}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+    ),
     "around_profile": ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",),
     "around_budget": ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget",),
     "around_post_capture": (
@@ -86,6 +93,7 @@ _TAKES: dict[str, str | None] = {
     "around_alloc": "self",
     "around_graphs": "self *",
     "around_forward": "self forward_batch",
+    "around_can_run": "self forward_batch",
     "around_profile": "self *",
     "around_budget": "self budget_bytes cap_tokens=",
     "around_post_capture": None,
@@ -128,7 +136,7 @@ _SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "enable_single_batch_overlap": ((False,), "layers do not run one after the other"),
     "enable_pdmux": ((False,), "passes run at the same time"),
     "dllm_algorithm": ((None,), "its passes have no layer times"),
-    "enable_torch_compile": ((False,), "the compiler removes the layers' hooks"),
+    "enable_torch_compile": ((False,), "the compiler removes the layers' hooks; leave out --enable-torch-compile"),
     "enable_nvidia_megakernel": ((False,), "layers are one kernel"),
     "cpu_offload_gb": ((0,), "SGLang's own offloader moves the same weights"),
     "offload_group_size": ((-1, 0, None), "SGLang's own offloader moves the same weights"),
@@ -174,10 +182,9 @@ def check_arguments(arguments: Any) -> None:
         part = graphs.get(phase) if isinstance(graphs, dict) else getattr(graphs, phase, None)
         backend = part.get("backend") if isinstance(part, dict) else getattr(part, "backend", None)
         backend = getattr(backend, "value", backend)
-        if backend not in (None, "disabled") and not getattr(arguments, "disable_cuda_graph", False):
-            raise _unserved(
-                f"cuda_graph_config.{phase}", backend, "a graph does not call layers' hooks when it is replayed"
-            )
+        if backend not in (None, "disabled", *_GRAPHS) and not getattr(arguments, "disable_cuda_graph", False):
+            why = f"it may compile the layers, which removes their hooks; --cuda-graph-backend-{phase}={_GRAPHS[-1]} does not"
+            raise _unserved(f"cuda_graph_config.{phase}", backend, why)
 
 
 def _unserved(name: str, value: object, why: str) -> InvalidState:
