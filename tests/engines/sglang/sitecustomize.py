@@ -2,7 +2,7 @@
 
 Names of torchvision's operators, so that the package can be imported beside a torch without CUDA. And what a test pretends:
 PRETEND_TESTED=version, that the adapter was tested with that SGLang only; PRETEND_PAST=1, that SGLang calls its layers past
-their hooks.
+their hooks; PRETEND_GRAPHS=1, that CPUs capture graphs (graphs.py).
 """
 
 import os
@@ -22,3 +22,7 @@ if os.environ.get("PRETEND_PAST"):
     from remap.adapters.sglang import hooks
 
     hooks.attach_hooks = lambda layers, tenant: None
+if os.environ.get("PRETEND_GRAPHS"):
+    import graphs
+
+    graphs.pretend()

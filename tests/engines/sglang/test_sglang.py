@@ -119,7 +119,7 @@ def test_with_pages_and_a_prefix_cache(engines: Engines):
 
 
 def test_a_cap_on_layers_holds_and_what_does_not_fit_is_retracted_as_ever(engines: Engines, plenty: Served):
-    capped = engines.serve(TOKENS, BURST, **REMAP, REMAP_MAX_LAYERS="1")
+    capped = engines.serve({**TOKENS, "disable_overlap_schedule": True}, BURST, **REMAP, REMAP_MAX_LAYERS="1")
     assert_clean(capped)
     assert max(capped.remapped) == 1
     assert capped.retracted > 0

@@ -1,4 +1,4 @@
-"""A small random llama in a folder, for an engine that is given token ids: python tiny_model.py FOLDER [SEED]"""
+"""A small random llama in a folder, for an engine that is given token ids: python tiny_model.py FOLDER [SEED [wide]]"""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,  # so that every request has the length that was asked for
 }
+WIDE = {"hidden_size": 1024, "intermediate_size": 2816}  # a layer of 47 MiB, a token of 32 KiB
 
 if __name__ == "__main__":
     torch.manual_seed(int(sys.argv[2]) if len(sys.argv) > 2 else 5)
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.float32).save_pretrained(sys.argv[1])
+    LlamaForCausalLM(LlamaConfig(**SHAPE | (WIDE if "wide" in sys.argv else {}))).to(torch.float32).save_pretrained(
+        sys.argv[1]
+    )
