@@ -242,7 +242,7 @@ def test_an_adapter_that_cannot_be_tried_says_why(monkeypatch: pytest.MonkeyPatc
     assert machine.engines()["sglang"] == "0.5.23"
     tasks = {task.name: task for task in calls.tasks("serve", paths, quick=False, emulated=False)}
     assert tasks["vllm adapter"].run(10, {}) == "vllm is not installed"
-    assert tasks["sglang adapter"].run(10, {}) == "sglang 0.5.23 is installed; this suite has nothing that enters it"
+    assert "sglang 0.5.23 is installed; its test is" in tasks["sglang adapter"].run(10, {})
 
 
 def test_the_sources_digest_changes_with_the_library_alone(tmp_path: Path) -> None:

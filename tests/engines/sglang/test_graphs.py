@@ -62,4 +62,4 @@ def test_graphs_are_replayed_with_layers_at_home_and_tokens_are_stock_sglangs(
     assert len(away) > 50 and not any(away)
     last = max(number for number, (layers, _) in enumerate(batches) if layers)
     for home in ([graph for layers, graph in batches[:20]], [graph for _, graph in batches[last + 1 :]]):
-        assert sum(home) >= 18  # the first pass behind a change may find a layer on its way
+        assert sum(home) >= 15  # SGLang pads no prompt to more than twice its length; a layer may be on its way
