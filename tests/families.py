@@ -26,24 +26,30 @@ _SIZE = {
     "pad_token_id": 0,
 }
 _SMALLER = {
-    "vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 4, "max_position_embeddings": 256,
-    "n_embd": 64, "n_layer": 4, "n_positions": 256, "intermediate_size": 160, "ffn_dim": 160,
-    "word_embed_proj_dim": 64, "vocab_size_per_layer_input": 101, "sliding_window": 16, "attention_chunk_size": 16,
-
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 12,
-        "intermediate_size_mlp": 160
-    ,
-
-        "block_dim": 64,
-        "block_ff_dim": 160,
-        "head_dim": 16,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "initializer_range": 0.02
-    ,
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 256,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_positions": 256,
+    "intermediate_size": 160,
+    "ffn_dim": 160,
+    "word_embed_proj_dim": 64,
+    "vocab_size_per_layer_input": 101,
+    "sliding_window": 16,
+    "attention_chunk_size": 16,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "intermediate_size_mlp": 160,
+    "block_dim": 64,
+    "block_ff_dim": 160,
+    "head_dim": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.02,
 }
 
 
@@ -69,8 +75,10 @@ def _shape(*without: str, **more: Any) -> dict[str, Any]:
 _WIDE = {"intermediate_size": 704}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
 _STATE = {
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
 }
 _VISION = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 14}
 _SIGLIP = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
@@ -81,14 +89,18 @@ _GEMMA = {**_WIDE, "head_dim": 64, "sliding_window": 64}
 _GEMMA4 = {**_GEMMA, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 0}
 _LATENT = {
     **_shape(_EVERY_HEAD, **_WIDE, **_EXPERTS),
-    "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 2, "tie_word_embeddings": False, "q_lora_rank": None,
-
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 64
-    ,  # vLLM's kernel has these
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "tie_word_embeddings": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,  # vLLM's kernel has these
 }
 _BFLOAT16 = {"dtype": "bfloat16"}
 _LARGE = {"kv_cache_memory_bytes": 18 << 20}  # keys and values of every head

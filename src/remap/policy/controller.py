@@ -321,9 +321,11 @@ class Controller:
     # -- coming home -----------------------------------------------------------------------------------------------
 
     def sigma(self, view: TenantView) -> int:
-        """Hysteresis: the blocks that must be free beyond demand and headroom after a layer has come home."""
-        fixed = self.config.hysteresis_blocks
-        return math.ceil(max(self.variation, 0.5 * view.blocks_per_layer)) if fixed is None else fixed
+        """Hysteresis: the blocks that must be free beyond demand and headroom after a layer has come home: half a layer's, or half
+        of those that are left then, so that the layers of an idle tenant come home however small its pool is."""
+        fixed, layer = self.config.hysteresis_blocks, view.blocks_per_layer
+        half = 0.5 * min(layer, view.usable_blocks - _lost(view, 1))
+        return math.ceil(max(self.variation, half)) if fixed is None else fixed
 
     def spare(self, view: TenantView, demand: int) -> int:
         """Blocks that the tenant can lose now and still have demand, headroom and hysteresis; at most all free ones."""
@@ -363,10 +365,7 @@ class Controller:
         alpha, buffers = view.remapped, view.buffers
         sigma = self.sigma(view)
         fewer, saved, earned = self._repaired(view, view.free_blocks - demand - headroom - sigma)
-        lost = math.ceil((alpha - fewer) * view.blocks_per_layer)
-        if fewer == alpha - 1 and view.shrink_blocks is not None:
-            lost = view.shrink_blocks
-        holds = view.free_blocks >= demand + headroom + lost + sigma
+        holds = view.free_blocks >= demand + headroom + _lost(view, alpha - fewer) + sigma
         steps = self._rental.steps + 1
         if not self._rental.accrue(earned, holds):
             why = "reloading one is not paid for yet" if holds else "reloading one would leave too few free blocks"
@@ -504,3 +503,9 @@ def _of_other(take: Take) -> str:
         return f"{take.blocks} from KV of {take.donor} that goes to host memory"
     stall = f", stalling it {take.predicted_stall_s * 1e3:.3g} ms a pass" if take.kind == "active" else ""
     return f"{take.blocks} from layers of {take.donor} ({take.remapped} of them away then{stall})"
+
+
+def _lost(view: TenantView, layers: int) -> int:
+    """The most blocks that go when so many layers come home together; never more than there are."""
+    exact = view.shrink_blocks if layers == 1 else None
+    return min(view.usable_blocks, math.ceil(layers * view.blocks_per_layer) if exact is None else exact)
