@@ -45,6 +45,7 @@ _SMALLER = {
     "v_head_dim": 12,
     "intermediate_size_mlp": 160,
     "block_dim": 64,
+    "conv_dim": 64,
     "block_ff_dim": 160,
     "head_dim": 16,
     "bos_token_id": 1,
@@ -103,6 +104,7 @@ _LATENT = {
     "v_head_dim": 64,  # vLLM's kernel has these
 }
 _BFLOAT16 = {"dtype": "bfloat16"}
+_SMALL = {"kv_cache_memory_bytes": 4 << 20}  # of one head
 _LARGE = {"kv_cache_memory_bytes": 18 << 20}  # keys and values of every head
 
 
@@ -262,7 +264,7 @@ FAMILIES = {
         "LFM2: convolutions beside attention",
         "Lfm2ForCausalLM",
         "Lfm2Config",
-        _shape(**_WIDE, block_dim=256, block_ff_dim=704, block_auto_adjust_ff_dim=False)
+        _shape(**_WIDE, conv_dim=256, block_dim=256, block_ff_dim=704, block_auto_adjust_ff_dim=False)
         | {"layer_types": ["conv", "full_attention"] * 4},
         transformers="layer_types",
     ),
@@ -275,7 +277,7 @@ FAMILIES = {
         "Hunyuan dense", "HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", _shape(**_WIDE, head_dim=64)
     ),
     "stablelm": Family("StableLM", "StableLmForCausalLM", "StableLmConfig", _shape(**_WIDE)),
-    "falcon": Family("Falcon 7B", "FalconForCausalLM", "FalconConfig", _shape(_EVERY_HEAD, multi_query=True)),
+    "falcon": Family("Falcon 7B", "FalconForCausalLM", "FalconConfig", _shape(_EVERY_HEAD, multi_query=True), _SMALL),
     "falcon-grouped": Family(
         "Falcon 40B and 180B",
         "FalconForCausalLM",
@@ -284,7 +286,9 @@ FAMILIES = {
     ),
     "gpt-neox": Family("Pythia, GPT-NeoX", "GPTNeoXForCausalLM", "GPTNeoXConfig", _shape(_EVERY_HEAD, **_WIDE), _LARGE),
     "gpt2": Family("GPT-2, DistilGPT2", "GPT2LMHeadModel", "GPT2Config", _GPT2, _LARGE),
-    "starcoder": Family("StarCoder", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**_GPT2, "multi_query": True}),
+    "starcoder": Family(
+        "StarCoder", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**_GPT2, "multi_query": True}, _SMALL
+    ),
     "opt": Family(
         "OPT", "OPTForCausalLM", "OPTConfig", _shape(_EVERY_HEAD, ffn_dim=704, word_embed_proj_dim=256), _LARGE
     ),

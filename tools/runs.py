@@ -38,6 +38,13 @@ SETTINGS = (
         "its own caches stay its own",
     ),
     ("prefill and decode on two servers", "refused", "refused", "none there"),
+    (
+        "new weights while it serves",
+        "runs: `load_weights`, `reload_weights`, `update_weights`, `reset_weights`",
+        "runs; refused while other processes have the pages",
+        "runs: `advanced.rewrite`",
+    ),
+    ("sleep", "level 1, on a broker or in an arena of a process", "refused", "`Session.deactivate`"),
     ("several models in one process, in several", "runs; runs", "refused; runs", "runs; runs"),
 )
 """What, and what becomes of it in vLLM, SGLang and transformers."""
