@@ -11,7 +11,7 @@ With weights large enough that every layer changes the next token: a wrong byte 
     tiny-mtp    deepseek v3 (families.py), with a layer that drafts
     tiny-lora   an adapter of it, of rank 8, on every projection of the attention
     tiny-int8   its linear layers in 8 bits (compressed-tensors, weights per channel, activations per token)
-    tiny-int4   and in 4 bits (weights in groups of 32)
+    tiny-int4   and in 4 bits (weights in groups of 32); tiny-gptq, tiny-awq: as those pack them
 """
 
 from __future__ import annotations
@@ -118,24 +118,21 @@ def lora(folder: Path, rank: int = 8) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": "tiny"}))
 
 
-def compressed(
-    source: Path, folder: Path, layout: str, scheme: dict[str, Any], pack: Callable[[str, Any], dict[str, Any]]
-) -> None:
-    """The model with each of its layers' linear weights replaced by what `pack` makes of it."""
+def quantised(source: Path, folder: Path, pack: Callable[[str, Any], dict[str, Any]], **how: Any) -> None:
+    """The model with each of its layers' linear weights replaced by what `pack` makes of it. how: its quantization_config."""
     folder.mkdir(parents=True)
     tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         tensors |= pack(name, tensor) if name.endswith("_proj.weight") else {name: tensor}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"all": {"targets": ["Linear"], **scheme}},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+
+
+def compressed(source: Path, folder: Path, layout: str, scheme: dict[str, Any], pack: Callable[..., Any]) -> None:
+    how = {"format": layout, "quantization_status": "compressed", "ignore": ["lm_head"]}
+    groups = {"all": {"targets": ["Linear"], **scheme}}
+    quantised(source, folder, pack, quant_method="compressed-tensors", config_groups=groups, **how)
 
 
 def int8(source: Path, folder: Path) -> None:
@@ -148,19 +145,54 @@ def int8(source: Path, folder: Path) -> None:
     compressed(source, folder, "int-quantized", {"weights": eight | weights, "input_activations": eight | inputs}, pack)
 
 
-def int4(source: Path, folder: Path, group: int = 32) -> None:
-    def pack(name: str, tensor: Any) -> dict[str, Any]:
-        rows, columns = tensor.shape
-        groups = tensor.view(rows, -1, group)
-        scale = groups.abs().amax(2, keepdim=True) / 7
-        values = (torch.round(groups / scale).clamp(-8, 7) + 8).to(torch.int64).view(rows, columns // 8, 8)
-        words = (values << torch.arange(0, 32, 4)).sum(2)
-        packed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-        shape = torch.tensor([rows, columns])
-        return {f"{name}_packed": packed, f"{name}_scale": scale.squeeze(2).bfloat16(), f"{name}_shape": shape}
+GROUP = 32  # weights with one scale
 
-    four = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+
+def in_four(tensor: Any) -> tuple[Any, Any]:
+    """Weights (out, in) as numbers from 0 to 15, of which 8 is zero, and their scales (out, groups)."""
+    groups = tensor.view(tensor.shape[0], -1, GROUP)
+    scale = groups.abs().amax(2, keepdim=True) / 7
+    return (torch.round(groups / scale).clamp(-8, 7) + 8).to(torch.int64).view(tensor.shape), scale.squeeze(2)
+
+
+def words(numbers: Any) -> Any:
+    """Eight numbers of 4 bits, along the last dimension, in each word."""
+    found = (numbers.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(found >= 2**31, found - 2**32, found).to(torch.int32)
+
+
+def int4(source: Path, folder: Path) -> None:
+    def pack(name: str, tensor: Any) -> dict[str, Any]:
+        numbers, scale = in_four(tensor)
+        shape = torch.tensor(tensor.shape)
+        return {f"{name}_packed": words(numbers), f"{name}_scale": scale.bfloat16(), f"{name}_shape": shape}
+
+    four = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
     compressed(source, folder, "pack-quantized", {"weights": four}, pack)
+
+
+def gptq(source: Path, folder: Path) -> None:
+    def pack(name: str, tensor: Any) -> dict[str, Any]:
+        numbers, scale = in_four(tensor)
+        inputs, zeros = torch.arange(tensor.shape[1]), torch.full_like(scale.t(), 7, dtype=torch.int64)  # less one
+        packed = {"qweight": words(numbers).t(), "qzeros": words(zeros), "scales": scale.t().half()}
+        packed["g_idx"] = (inputs // GROUP).to(torch.int32)
+        return {name.removesuffix("weight") + part: value.contiguous() for part, value in packed.items()}
+
+    quantised(source, folder, pack, quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=True)
+
+
+def awq(source: Path, folder: Path) -> None:
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def pack(name: str, tensor: Any) -> dict[str, Any]:
+        numbers, scale = in_four(tensor)
+        shuffled = numbers.t().unflatten(1, (-1, 8))[..., order].flatten(1)
+        packed = {"qweight": words(shuffled), "qzeros": words(torch.full_like(scale.t(), 8, dtype=torch.int64))}
+        packed["scales"] = scale.t().half()
+        return {name.removesuffix("weight") + part: value.contiguous() for part, value in packed.items()}
+
+    quantised(source, folder, pack, quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm")
 
 
 def make(root: Path) -> None:
@@ -174,6 +206,8 @@ def make(root: Path) -> None:
     lora(root / "tiny-lora")
     int8(root / "tiny", root / "tiny-int8")
     int4(root / "tiny", root / "tiny-int4")
+    gptq(root / "tiny", root / "tiny-gptq")
+    awq(root / "tiny", root / "tiny-awq")
 
 
 if __name__ == "__main__":

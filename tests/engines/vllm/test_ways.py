@@ -17,6 +17,9 @@ FOUR = BURST[:4]
 SUBPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
+FOUR_BITS = ("int4", "gptq", "awq")  # compressed-tensors, GPTQ, AWQ
+
+
 def four_bit_kernels() -> bool:
     """vLLM's kernels for processors without AVX-512 have none for 4-bit weights: there stock vLLM ends in an AttributeError."""
     import vllm._custom_ops  # noqa: F401  loads them
@@ -33,11 +36,11 @@ def one(vllm: Vllm) -> Any:
     lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
     mixed = [{**request, "lora": "tiny-lora"} if i % 2 else request for i, request in enumerate(SHORT)]
     bfloat, little = {"dtype": "bfloat16"}, {"kv_cache_memory_bytes": 6 << 20}
-    four, eight = {"model": "tiny-int4"}, {"model": "tiny-int8"}
+    eight = {"model": "tiny-int8"}
     in_four = [
-        {**stock("plenty, 4 bits", [BURST], **bfloat), **four},
-        {**stock("little, 4 bits", [BURST], **bfloat, **little), **four},
-        {**remap("4 bits", [BURST], **bfloat, **little), **four},
+        {**make(f"{name}, {kind}", [BURST], **bfloat, **engine), "model": f"tiny-{kind}"}
+        for kind in FOUR_BITS
+        for name, make, engine in (("plenty", stock, {}), ("little", stock, little), ("remap", remap, little))
     ]
     return vllm.serve(
         [
@@ -117,13 +120,18 @@ def test_with_an_adapter(one: Any):
         assert i % 2 == 0 or found != other  # it matters
 
 
-def test_quantised_weights(one: Any):
-    """In 4 bits they are tensors that kernels read. In 8 bits oneDNN keeps them, unless the CPU has AMX: then remap refuses."""
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_weights_in_4_bits(one: Any, kind: str):
+    """They are tensors that kernels read, packed anew behind the load."""
     if not four_bit_kernels():
         pytest.skip("this processor has no AVX-512: vLLM has no 4-bit kernels for it")
-    assert one["little, 4 bits"]["preempted"] > 0
-    assert_remapped(one["4 bits"])
-    assert answers(one["4 bits"]) == answers(one["plenty, 4 bits"])
+    assert one[f"little, {kind}"]["preempted"] > 0
+    assert_remapped(one[f"remap, {kind}"])
+    assert answers(one[f"remap, {kind}"]) == answers(one[f"plenty, {kind}"])
+
+
+def test_quantised_weights(one: Any):
+    """In 8 bits oneDNN keeps them, unless the CPU has AMX: then remap refuses."""
     eight = one["8 bits"]
     if "error" in eight:
         assert eight["error"] == "InvalidState" and "8-bit" in eight["text"]
