@@ -220,6 +220,8 @@ ELSEWHERE = {
         "--disable-hybrid-kv-cache-manager",
         "--offload-group-size",
         "--model-impl",
+        "--limit-mm-per-prompt",
+        "--speculative-config",
         "--attention-backend",
     ),  # these are vLLM's
 }
