@@ -121,17 +121,21 @@ FAMILIES = {
         "LlamaForCausalLM",
         "LlamaConfig",
         _shape(**_WIDE),
+        sglang=True,
     ),
     "llama-tied": Family(
         "Llama 3.2 1B and 3B", "LlamaForCausalLM", "LlamaConfig", _shape(**_WIDE, tie_word_embeddings=True)
     ),
-    "qwen2": Family("Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen", "Qwen2ForCausalLM", "Qwen2Config", _shape(**_WIDE)),
-    "qwen3": Family("Qwen3 0.6B to 32B", "Qwen3ForCausalLM", "Qwen3Config", _shape(**_WIDE, head_dim=96)),
+    "qwen2": Family(
+        "Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen", "Qwen2ForCausalLM", "Qwen2Config", _shape(**_WIDE), sglang=True
+    ),
+    "qwen3": Family("Qwen3 0.6B to 32B", "Qwen3ForCausalLM", "Qwen3Config", _shape(**_WIDE, head_dim=96), sglang=True),
     "qwen3-moe": Family(
         "Qwen3 30B-A3B and 235B-A22B, Qwen3-Coder",
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
         _shape(**_WIDE, **_EXPERTS, head_dim=64, num_experts=4),
+        sglang=True,
     ),
     "qwen3-next": Family(
         "Qwen3-Next 80B-A3B: state beside KV in three of four layers",
@@ -230,18 +234,21 @@ FAMILIES = {
         "Glm4MoeConfig",
         _shape(**_WIDE, **_EXPERTS, head_dim=64, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1)
         | {"n_group": 1, "topk_group": 1},
+        sglang=True,
     ),
     "mixtral": Family(
         "Mixtral 8x7B and 8x22B",
         "MixtralForCausalLM",
         "MixtralConfig",
         _shape(intermediate_size=192, num_local_experts=4),
+        sglang=True,
     ),
     "mistral": Family(
         "Mistral 7B (from v0.2), Nemo, Small",
         "MistralForCausalLM",
         "MistralConfig",
         _shape(**_WIDE, head_dim=64, sliding_window=None),
+        sglang=True,
     ),
     "mistral-windows": Family(
         "Mistral 7B v0.1: windows in all layers",
@@ -257,9 +264,9 @@ FAMILIES = {
         | {"head_dim": 64, "attention_chunk_size": 64},
         {"kv_cache_memory_bytes": 2 << 20},
     ),
-    "phi3": Family("Phi-3, Phi-4", "Phi3ForCausalLM", "Phi3Config", _shape(**_WIDE)),
+    "phi3": Family("Phi-3, Phi-4", "Phi3ForCausalLM", "Phi3Config", _shape(**_WIDE), sglang=True),
     "phi": Family("Phi-1.5, Phi-2", "PhiForCausalLM", "PhiConfig", _shape(**_WIDE)),
-    "granite": Family("Granite 3 and 4 dense", "GraniteForCausalLM", "GraniteConfig", _shape(**_WIDE)),
+    "granite": Family("Granite 3 and 4 dense", "GraniteForCausalLM", "GraniteConfig", _shape(**_WIDE), sglang=True),
     "lfm2": Family(
         "LFM2: convolutions beside attention",
         "Lfm2ForCausalLM",
@@ -276,7 +283,7 @@ FAMILIES = {
     "hunyuan": Family(
         "Hunyuan dense", "HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", _shape(**_WIDE, head_dim=64)
     ),
-    "stablelm": Family("StableLM", "StableLmForCausalLM", "StableLmConfig", _shape(**_WIDE)),
+    "stablelm": Family("StableLM", "StableLmForCausalLM", "StableLmConfig", _shape(**_WIDE), sglang=True),
     "falcon": Family("Falcon 7B", "FalconForCausalLM", "FalconConfig", _shape(_EVERY_HEAD, multi_query=True), _SMALL),
     "falcon-grouped": Family(
         "Falcon 40B and 180B",
@@ -285,12 +292,17 @@ FAMILIES = {
         _shape(_EVERY_HEAD, new_decoder_architecture=True, num_kv_heads=2),
     ),
     "gpt-neox": Family("Pythia, GPT-NeoX", "GPTNeoXForCausalLM", "GPTNeoXConfig", _shape(_EVERY_HEAD, **_WIDE), _LARGE),
-    "gpt2": Family("GPT-2, DistilGPT2", "GPT2LMHeadModel", "GPT2Config", _GPT2, _LARGE),
+    "gpt2": Family("GPT-2, DistilGPT2", "GPT2LMHeadModel", "GPT2Config", _GPT2, _LARGE, sglang=True),
     "starcoder": Family(
-        "StarCoder", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**_GPT2, "multi_query": True}, _SMALL
+        "StarCoder", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**_GPT2, "multi_query": True}, _SMALL, sglang=True
     ),
     "opt": Family(
-        "OPT", "OPTForCausalLM", "OPTConfig", _shape(_EVERY_HEAD, ffn_dim=704, word_embed_proj_dim=256), _LARGE
+        "OPT",
+        "OPTForCausalLM",
+        "OPTConfig",
+        _shape(_EVERY_HEAD, ffn_dim=704, word_embed_proj_dim=256),
+        _LARGE,
+        sglang=True,
     ),
     "bloom": Family(
         "BLOOM",
