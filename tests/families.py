@@ -44,6 +44,8 @@ _SMALLER = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
     "intermediate_size_mlp": 160,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "block_dim": 64,
     "conv_dim": 64,
     "block_ff_dim": 160,
@@ -57,15 +59,14 @@ _SMALLER = {
 @dataclass(frozen=True)
 class Family:
     """models: what is published of it, for example. architecture, config: classes of transformers. shape: of the small model.
-    engine: what vLLM is started with. transformers: "" if it runs, or the field `what` of the refusal. sglang: whether it was
-    tried. In vLLM every family runs: the tokens are stock's, while layers leave and come home."""
+    engine: what vLLM is started with. sglang: whether it was tried. In vLLM and transformers every family runs: the tokens are
+    stock's, while layers leave and come home."""
 
     models: str
     architecture: str
     config: str
     shape: dict[str, Any]
     engine: dict[str, Any] = field(default_factory=dict)
-    transformers: str = ""
     sglang: bool = False
 
 
@@ -143,7 +144,6 @@ FAMILIES = {
         "Qwen3NextConfig",
         _shape(**_WIDE, **_EXPERTS, **_STATE, head_dim=64, num_experts=4, shared_expert_intermediate_size=96),
         _BFLOAT16,
-        transformers="layer_types",
     ),
     "qwen3.5": Family(
         "Qwen3.5, its text model: state beside KV in three of four layers",
@@ -151,7 +151,6 @@ FAMILIES = {
         "Qwen3_5TextConfig",
         _shape(**_WIDE, **_STATE, head_dim=64),
         _BFLOAT16,
-        transformers="layer_types",
     ),
     "qwen3.5-pictures": Family(
         "Qwen3.5 as published, without pictures (`--limit-mm-per-prompt`)",
@@ -161,7 +160,6 @@ FAMILIES = {
         | {"vision_config": {**_VISION, "depth": 2, "num_heads": 2, "out_hidden_size": 256}}
         | {"image_token_id": 100, "video_token_id": 99, "vision_start_token_id": 97, "vision_end_token_id": 98},
         _BFLOAT16 | {"limit_mm_per_prompt": {"image": 0, "video": 0}},
-        transformers="layer_types",
     ),
     "gemma2": Family("Gemma 2", "Gemma2ForCausalLM", "Gemma2Config", _shape(**_GEMMA)),
     "gemma3": Family(
@@ -191,7 +189,6 @@ FAMILIES = {
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
         _shape(**_GEMMA4, global_head_dim=128),
-        transformers="heads",
     ),
     "gemma4-moe": Family(
         "Gemma 4 26B-A4B: experts, heads of two sizes",
@@ -199,14 +196,12 @@ FAMILIES = {
         "Gemma4TextConfig",
         _shape(**_GEMMA4, global_head_dim=128, enable_moe_block=True, num_experts=4, top_k_experts=2)
         | {"moe_intermediate_size": 96},
-        transformers="heads",
     ),
     "gemma4-shared": Family(
         "Gemma 4 E2B and E4B: layers that read another's keys and values",
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
         _shape(**_GEMMA4, global_head_dim=128, num_kv_shared_layers=2) | {"hidden_size_per_layer_input": 32},
-        transformers="layer_types",
     ),
     "gpt-oss": Family(
         "gpt-oss 20b and 120b, here with experts in 16 bits: windows, sinks",
@@ -273,7 +268,6 @@ FAMILIES = {
         "Lfm2Config",
         _shape(**_WIDE, conv_dim=256, block_dim=256, block_ff_dim=704, block_auto_adjust_ff_dim=False)
         | {"layer_types": ["conv", "full_attention"] * 4},
-        transformers="layer_types",
     ),
     "olmo3": Family("OLMo 3", "Olmo3ForCausalLM", "Olmo3Config", _shape(**_WIDE, sliding_window=64)),
     "smollm3": Family("SmolLM3", "SmolLM3ForCausalLM", "SmolLM3Config", _shape(**_WIDE)),

@@ -12,12 +12,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from families import FAMILIES  # noqa: E402
 
-WHY = {
-    "heads": "refused: heads of several sizes",
-    "layer_types": "refused: layers that keep more than keys and values, or none",
-}
-"""By the field `what` of the error."""
-
 SETTINGS = (
     ("prefix cache, chunked prompts", "runs", "runs", "copies of a cache share blocks"),
     ("sampling: temperature, seeds, penalties, logprobs", "runs", "as SGLang", "runs"),
@@ -84,7 +78,7 @@ The refusals of [vLLM](vllm.md#works-refused-by-name), [SGLang](../sglang.md#wor
 def page() -> str:
     """The page's text."""
     families = "".join(
-        f"| {name} | {each.models} | runs | {'runs' if each.sglang else 'not tried'} | {WHY.get(each.transformers, 'runs')} |\n"
+        f"| {name} | {each.models} | runs | {'runs' if each.sglang else 'not tried'} | runs |\n"
         for name, each in FAMILIES.items()
     )
     settings = "".join(f"| {' | '.join(row)} |\n" for row in SETTINGS)

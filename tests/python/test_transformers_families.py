@@ -17,8 +17,8 @@ from remap.errors import InvalidArgument  # noqa: E402
 
 GREEDY = {"max_new_tokens": 60, "do_sample": False}
 BRIEF = {"max_new_tokens": 2, "do_sample": False}
-# Where every head has keys of its own a token takes more; a mixture's layers are large, and so is what has to be free before
-# one comes home.
+# Where every head has keys of its own a token takes more, and where few layers have keys less; a mixture's layers are large, and
+# so is what has to be free before one comes home.
 SIZES = {
     "falcon": {"batch": 16},
     "falcon-grouped": {"batch": 4},
@@ -28,6 +28,9 @@ SIZES = {
     "gpt-neox": {"batch": 4},
     "bloom": {"batch": 4},
     "mixtral": {"spare": 95},
+    "qwen3-next": {"batch": 20},
+    "qwen3.5": {"batch": 20},
+    "qwen3.5-pictures": {"batch": 20},
 }
 
 
@@ -54,12 +57,12 @@ def _same_under_pressure(model, batch=8, spare=70):
         assert torch.equal(model.generate(**given, **beams), expected[1])
         rig.assert_home(lambda: model.generate(**prompts(1, 2), **BRIEF))
         assert torch.equal(model.generate(**given, **GREEDY), expected[0])
-        windows = rig.attached.windows
+        windows = rig.attached.shape.windows
     assert torch.equal(model.generate(**given, **GREEDY), expected[0])
     return windows
 
 
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if not family.transformers])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_a_family(family):
     windows = _same_under_pressure(make(family), **SIZES.get(family, {}))
     config = families.config_of(family, small=True).get_text_config()
@@ -89,13 +92,21 @@ def test_bfloat16_and_a_model_of_another_dtype_than_its_name_says():
         model.generate(**given, **GREEDY)
 
 
-@pytest.mark.parametrize("family", [*(name for name, family in FAMILIES.items() if family.transformers), "t5"])
-def test_what_one_kv_spec_cannot_describe_is_refused(family):
-    if family == "t5":
-        config = transformers.T5Config(vocab_size=101, d_model=64, num_layers=2)
-        model, what = transformers.T5ForConditionalGeneration(config), "encoder_decoder"
-    else:
-        model, what = make(family), FAMILIES[family].transformers
+TINY = {"vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 2}
+REFUSED = {
+    "T5ForConditionalGeneration": ("encoder_decoder", {"vocab_size": 101, "d_model": 64, "num_layers": 2}),
+    "FalconH1ForCausalLM": (  # keys and values and a state in one layer
+        "layer_types",
+        TINY | {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "intermediate_size": 96},
+    ),
+    "MambaForCausalLM": ("layer_types", TINY),  # no layer with keys and values
+}
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_caches_of_other_kinds_are_refused(architecture):
+    (what, shape), made = REFUSED[architecture], getattr(transformers, architecture)
+    model = made(made.config_class(**shape))
     with pytest.raises(InvalidArgument) as refused:
         remap.attach(model, "64MiB")
     assert refused.value.what == what

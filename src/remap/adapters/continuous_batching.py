@@ -82,7 +82,7 @@ class AttachedBatching(Protocol):
     """The part of `transformers.Attached` that this module uses."""
 
     blocks: Any
-    windows: tuple[int | None, ...]
+    shape: Any
 
     @property
     def tenant(self) -> Any: ...
@@ -105,10 +105,11 @@ def configuration(attached: AttachedBatching, **options: Any) -> ContinuousBatch
     taken = sorted({*fixed} & {*options})
     if taken:
         raise InvalidArgument(f"the adapter sets {taken} itself; nothing changed; leave them out", options=taken)
-    if attached.windows != (None,) * spec.layers:
+    if not attached.shape.alike or {*attached.shape.windows} != {None}:
         raise InvalidArgument(
-            "sectors of layers with a sliding window differ from blocks; nothing changed; use generate()",
-            windows=attached.windows,
+            "sectors of layers with a sliding window, with a state or with other heads than the rest differ from blocks; "
+            "nothing changed; use generate()",
+            windows=attached.shape.windows,
         )
     if spec.block_bytes % _ALIGNMENT or spec.layout != "block_major":
         raise InvalidArgument(

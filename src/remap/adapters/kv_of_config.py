@@ -3,64 +3,96 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from remap.errors import InvalidArgument
+from remap.kv.spec import KVSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["KVShape", "caches_of", "kv_shape"]
 
+_IN_BLOCKS = (DynamicLayer, DynamicSlidingWindowLayer)
+
 
 @dataclass(frozen=True)
 class KVShape:
-    """A model's KV cache. windows: for each decoder layer its sliding window in tokens, or None for all tokens."""
+    """A model's KV cache.
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    kept: what transformers itself would make for each layer, unused. heads: (KV heads, head dimension) of those of them
+    that hold keys and values. alike: whether all of the model's layers do, with the same heads. shared: whether layers read
+    the keys and values of another, later in the pass.
+    """
+
+    kept: tuple[Any, ...]
+    heads: tuple[tuple[int, int], ...]
     dtype: str
-    windows: tuple[int | None, ...]
+    alike: bool
+    shared: bool
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer with keys and values its sliding window in tokens, or None for all tokens."""
+        return tuple(_of(each, "sliding_window") for each in self.kept if type(each) in _IN_BLOCKS)
+
+    def spec(self, block_tokens: int) -> KVSpec:
+        """One block. Unlike layers lie in it as bytes."""
+        parts = [
+            KVSpec(
+                layers=1,
+                kv_heads=heads,
+                head_dim=dim,
+                dtype=self.dtype,
+                block_tokens=block_tokens,
+                min_blocks=0,
+                max_blocks=1,
+            )
+            for heads, dim in self.heads
+        ]
+        if self.alike:
+            return replace(parts[0], layers=len(parts))
+        half = sum(part.chunk_bytes for part in parts) // block_tokens
+        return replace(parts[0], kv_heads=1, head_dim=half, dtype="uint8")
 
 
 def kv_shape(model: Any, layers: Sequence[nn.Module], dtype: str | None = None) -> KVShape:
     """The KV cache of `model`, whose decoder layers are `layers`. dtype: of the cache, by default the model's.
 
-    Raises InvalidArgument (field what, and layers or layer, found, expected where they apply) if one KVSpec cannot
-    describe the cache: for an encoder-decoder, layers that keep a state instead of keys and values, layers that share
-    keys and values, and layers that differ in number of heads or head dimension. Changes nothing.
+    Raises InvalidArgument (field what, and layers or layer, found, expected where they apply) for an encoder-decoder,
+    caches of other kinds than keys and values or a state, and layers that differ from the configuration. Changes nothing.
     """
     config, kept = caches_of(model)
     name = type(model).__name__
-    if len(kept) != len(layers):
-        raise _refused(
-            name,
-            f"caches {len(kept)} of {len(layers)} layers: some share keys and values",
-            what="shared",
-            layers=len(kept),
-        )
-    configs = _of(config, "per_layer_config") or [config]  # transformers before 5.19 has one for all layers
-    heads = [_heads(each) for each in configs]
-    dims = [_head_dim(each) for each in configs]
-    if len({*zip(heads, dims)}) != 1:
-        raise _refused(
-            name, f"has layers with different (KV heads, head dimension): {sorted({*zip(heads, dims)})}", what="heads"
-        )
-    for index, layer in enumerate(layers):
-        _check_projections(name, index, layer, heads[0] * dims[0])
-    windows = tuple(_of(each, "sliding_window") for each in kept)
-    return KVShape(len(layers), heads[0], dims[0], dtype or str(model.dtype).removeprefix("torch."), windows)
+    # Before 5.24 transformers makes no cache for the last layers, which read others' keys and values.
+    shared = int(_of(config, "num_kv_shared_layers") or 0)
+    if len(layers) not in (len(kept), len(kept) + shared):
+        raise _refused(name, f"caches {len(kept)} of {len(layers)} layers", what="layers", layers=len(kept))
+    configs = _of(config, "per_layer_config") or [config] * len(kept)
+    heads = []
+    for index, each in enumerate(kept):
+        if type(each) in _IN_BLOCKS:
+            heads.append((_heads(configs[index]), _head_dim(configs[index])))
+            _check_projections(name, index, layers[index], math.prod(heads[-1]))
+    return KVShape(
+        kept=tuple(kept),
+        heads=tuple(heads),
+        dtype=dtype or str(model.dtype).removeprefix("torch."),
+        alike=len(heads) == len(layers) and len({*heads}) == 1,
+        shared=bool(shared),
+    )
 
 
 def caches_of(model: Any) -> tuple[Any, Sequence[Any]]:
     """(the decoder's configuration, the caches that generate() makes for its layers).
 
-    Raises InvalidArgument (field what) for an encoder-decoder, and layers that keep more than keys and values.
+    Raises InvalidArgument (field what) for an encoder-decoder, and for caches of other kinds than keys and values or a state.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -73,8 +105,12 @@ def caches_of(model: Any) -> tuple[Any, Sequence[Any]]:
     kept = DynamicCache(config=config).layers
     if (found := sorted({type(each).__name__ for each in kept if type(each) not in _KNOWN})) != []:
         raise _refused(
-            name, f"has caches of the types {found}, which keep more than keys and values", what="layer_types"
+            name,
+            f"has caches of the types {found}, which keep more than keys and values or a state",
+            what="layer_types",
         )
+    if not any(type(each) in _IN_BLOCKS for each in kept):
+        raise _refused(name, "has no layer that keeps keys and values", what="layer_types")
     return config, kept
 
 
@@ -95,7 +131,8 @@ def _head_dim(config: Any) -> int:
     return int(_of(config, "head_dim") or config.hidden_size // config.num_attention_heads)
 
 
-_KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)
+# A layer without keys and values of its own, or without any, has a DummyLayer since transformers 5.24.
+_KNOWN = (*_IN_BLOCKS, LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer))
 
 
 def _of(config: Any, name: str) -> Any:

@@ -42,7 +42,6 @@ from remap.config import Config, Knobs
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
 from remap.internals import internals
 from remap.joined import UNIX
-from remap.kv.spec import KVSpec
 from remap.memory import device as devices
 from remap.model.bind import find_layers, resolve_layers
 from remap.model.footprint import footprint
@@ -53,7 +52,7 @@ from remap.session import Session
 from remap.tenant import Tenant
 
 from .block_tables import BatchTable, Growth, SharedBlocks
-from .kv_of_config import caches_of, kv_shape
+from .kv_of_config import KVShape, caches_of, kv_shape
 from .paged_cache import BlockStore, PagedCache
 from .touched import Touched, admit, prove
 from .trial import differs
@@ -146,22 +145,14 @@ def attach(
     home = session or _open(inner, modules, capacity, device, session_options or {})
     attached = None
     try:
-        one = KVSpec(
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=shape.dtype,
-            block_tokens=block_tokens,
-            min_blocks=0,
-            max_blocks=1,
-        )
+        one = shape.spec(block_tokens)
         least = max(_LEAST, _blocks("min_tokens", min_tokens, block_tokens))
         most = home.capacity_bytes // one.block_bytes
         if max_tokens is not None:
             most = _blocks("max_tokens", max_tokens, block_tokens)
         spec = replace(one, min_blocks=least, max_blocks=max(least, most))
         tenant = home.attach(inner, list(modules), name=name, kv=spec, config=config or _PATIENT, **attach_options)
-        attached = Attached(home, tenant, session is None, inner, shape.windows, implicit)
+        attached = Attached(home, tenant, session is None, inner, shape, implicit)
     finally:
         if attached is None:
             _abandon(home, name, owned=session is None)
@@ -183,14 +174,14 @@ class Attached:
         tenant: Tenant,
         owned: bool,
         model: Any,
-        windows: tuple[int | None, ...],
+        shape: KVShape,
         implicit: bool,
     ) -> None:
         self.session, self.tenant, self.model = session, tenant, model
         self.name, self.implicit = tenant.name, implicit
         self.blocks = SharedBlocks(tenant.kv)
-        self._owned, self.windows = owned, windows
-        self._store = BlockStore(self.tenant.kv)
+        self._owned, self.shape = owned, shape
+        self._store = BlockStore(self.tenant.kv, shape)
         self._scheduled: tuple[type, ...] = ()  # types of caches whose scheduler makes the step before a pass
         self.makes_caches = True  # whether generate() gets caches of ours
         self.cached_tokens = 0  # positions that passes have written to caches of ours, of one sequence each
@@ -209,7 +200,7 @@ class Attached:
         `reset()` frees its blocks, and so does its end of life.
         """
         self._check_open()
-        return PagedCache(self._store, self.blocks.table(), self.windows, self._room, internals(self.tenant).kv.move)
+        return PagedCache(self._store, self.blocks.table(), self._room, internals(self.tenant).kv.move)
 
     def step(self) -> StepReport:
         """One step without a demand, between calls: blocks of caches that are gone become free, and layers may come
@@ -225,8 +216,8 @@ class Attached:
 
         options: of `ContinuousBatchingConfig`, such as max_batch_tokens (256 by default). Raises InvalidArgument for
         options that the adapter sets itself, and for models that a paged cache lays out in another way (sliding
-        windows); `continuous_batching` gives the reasons. Raises InvalidState if this version of transformers has
-        another paged cache.
+        windows, layers that are not alike); `continuous_batching` gives the reasons. Raises InvalidState if this version
+        of transformers has another paged cache.
         """
         self._check_open()
         try:
@@ -380,8 +371,10 @@ class Attached:
             result = prepare(generation_config, model_kwargs, *args, **kwargs)
             if self.makes_caches and generation_config.cache_implementation in (None, "dynamic"):
                 for name in model_kwargs.keys() - given:
-                    if type(model_kwargs[name]) is DynamicCache:  # a subclass keeps more than keys and values
-                        model_kwargs[name] = self.cache()
+                    if type(theirs := model_kwargs[name]) is DynamicCache:  # a subclass keeps more than keys and values
+                        model_kwargs[name] = ours = self.cache()
+                        if any(getattr(layer, "record_past", False) for layer in theirs.layers):
+                            ours.activate_past_recording()
             return result
 
         return prepared
