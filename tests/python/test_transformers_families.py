@@ -113,6 +113,16 @@ def test_caches_of_other_kinds_are_refused(architecture):
     assert "forward" not in model.__dict__
 
 
+def test_layers_under_a_name_of_their_own_are_found():
+    shape = TINY | {"num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 160, "is_decoder": True}
+    model = randomised(transformers.BertLMHeadModel(transformers.BertConfig(**shape)))
+    assert _same_under_pressure(model, batch=4) == (None,) * 5
+    model.more = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))  # which of them?
+    with pytest.raises(InvalidArgument, match="found no layer list") as refused:
+        remap.attach(model, "64MiB")
+    assert refused.value.candidates == {"bert.encoder.layer": 5, "more": 5}
+
+
 def test_projections_have_the_last_word():
     model = make("llama")
     model.config.num_key_value_heads = 4

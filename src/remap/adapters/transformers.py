@@ -140,7 +140,7 @@ def attach(
             missing=_FACTORY,
         )
     caches_of(inner)  # before its layers are looked for: some that cannot be served have none under a usual name
-    modules = resolve_layers(inner, find_layers(inner) if layers is None else layers)
+    modules = resolve_layers(inner, _find_layers(inner) if layers is None else layers)
     shape = kv_shape(inner, modules, dtype)
     home = session or _open(inner, modules, capacity, device, session_options or {})
     attached = None
@@ -415,6 +415,18 @@ def _inner(model: Any) -> Any:
     """The transformers model itself: of a peft model, the one inside."""
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
+
+
+def _find_layers(model: Any) -> str:
+    """Under a name that no other model uses (Bert, BioGPT) they are the only list of as many modules as there are layers."""
+    try:
+        return find_layers(model)
+    except InvalidArgument as error:
+        lists: Any = error.candidates
+        found = [path for path, modules in lists.items() if modules == model.config.num_hidden_layers]
+        if len(found) != 1:
+            raise
+        return found[0]
 
 
 def _cache_among(values: Iterable[Any]) -> PagedCache | None:
