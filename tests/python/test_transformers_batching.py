@@ -22,6 +22,13 @@ def _texts(count):
     return [prompts(1, 5 + 3 * index, seed=index)["input_ids"][0].tolist() for index in range(count)]
 
 
+WINDOWS = [
+    ("gpt-oss", {"spare": 12}, 8),
+    ("gemma3-7-1", {"block_tokens": 6, "spare": 40}, 7),
+    ("mistral-windows", {"spare": 8}, 4),
+]
+
+
 def _alone(model, text, tokens=TOKENS):
     ids = torch.tensor([text])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
@@ -66,11 +73,29 @@ def test_tokens_are_those_of_each_prompt_alone_under_pressure(family):
         assert _batch(model, texts, rig.attached.continuous_batching(max_batch_tokens=32)) == expected
 
 
-def test_blocks_move_between_batches_while_requests_run():
+@pytest.mark.parametrize(("family", "options", "page"), WINDOWS)
+def test_layers_with_windows_have_sectors_of_their_own(family, options, page):
+    """A sector is a block; what it holds a page of is the layers with a window, or the others."""
+    model, texts = make(family), _texts(6)
+    expected = [_alone(model, text) for text in texts]
+    with watched(model, **options) as rig:
+        how = rig.attached.continuous_batching(max_batch_tokens=32)
+        assert how.page_size == page
+        assert _batch(model, texts, how) == expected
+        rig.assert_moved()
+        gc.collect()
+        rig.assert_home(lambda: _alone(model, texts[0], 2))
+        assert _alone(model, texts[1]) == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", {"spare": 70}), ("gemma3-7-1", {"block_tokens": 6, "spare": 70})]
+)
+def test_blocks_move_between_batches_while_requests_run(family, options):
     """A cache takes the low blocks before the first request, and goes between two batches: requests' blocks move then."""
-    model, texts = llama(), _texts(2)
+    model, texts = llama() if family == "llama" else make(family), _texts(2)
     expected = [_alone(model, text, 100) for text in texts]
-    with watched(model, spare=70) as rig:
+    with watched(model, **options) as rig:
         attached, moved, batches = rig.attached, [], []
         relocate, ask = attached.blocks.relocate, attached.ask
         filler = attached.cache()
@@ -113,6 +138,11 @@ def test_what_a_paged_cache_lays_out_otherwise_is_refused():
         rig.attached.continuous_batching()
         assert len(SCHEDULER_MAPPING) == len(before) + 1
     assert before == SCHEDULER_MAPPING
-    with watched(make("gemma3")) as rig, pytest.raises(InvalidArgument) as refused:
+    with (
+        watched(make("gemma3-7-1")) as rig,
+        pytest.raises(InvalidArgument, match="attach with block_tokens=6") as refused,
+    ):
         rig.attached.continuous_batching()
-    assert set(refused.value.windows) == {16, None}
+    assert (refused.value.block_tokens, set(refused.value.windows)) == (6, {16, None})
+    with watched(make("llama4")) as rig, pytest.raises(InvalidArgument, match="chunked attention"):
+        rig.attached.continuous_batching()

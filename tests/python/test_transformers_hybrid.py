@@ -216,6 +216,19 @@ def test_convolutions_are_cropped_where_their_past_is_recorded():
         with pytest.raises(InvalidState, match=r"layers \[0, 2, 4, 6\] keep a state"):
             cache.crop(-1)
         assert cache.get_seq_length() == 12
+        cache.activate_past_recording()
+        cache.reset()
+        logits(model, given["input_ids"], cache)  # a reset does not end the recording
+        assert cache.layers[0].conv_states[0].shape[-1] == 12
+        cache.crop(0)  # no token, but what has been recorded
+        assert cache.layers[0].conv_states[0].shape[-1] == model.config.conv_L_cache
+        bare = bare_cache(model)
+        logits(model, given["input_ids"], bare)
+        token = given["input_ids"][:, :1]
+        for _ in range(2):  # back by one, and on from there
+            got = logits(model, token, cache)
+            cache.crop(-1)
+        assert torch.equal(got, logits(model, token, bare)) and cache.get_seq_length() == 12
 
 
 def test_layers_that_read_anothers_keys_find_them_under_pressure():

@@ -11,16 +11,18 @@ FIFO one with two additions:
     when it is made       it gives the cache our memory and our pool. `PagedAttentionCache.cache_tensor` is one flat
                           tensor of sectors, and a sector of a model with full attention has the layout of a block of
                           a `block_major` KV region: [layer][keys, values][token][head][dim]. Sector i is block i;
-                          sectors 0 and 1 belong to the padding
+                          sectors 0 and 1 belong to the padding. Where some layers have a sliding window, a sector
+                          belongs to them or to the others at a time: a page then has as many tokens as make a sector
+                          that either can divide (`_page_tokens`) as large as a block
     before each batch     it reports to `session.step` how many blocks the requests take that could run now
 
 transformers itself then allocates nothing larger than one block, except for its attention mask and index tensors, which
 are memory beside the arena: without flash attention the mask has max_batch_tokens x (all tokens of the region)
 elements.
 
-The adapter refuses four features:
-    sliding windows          a sector then holds blocks of several sizes and belongs to one group of layers at a time
-                             (`lcm` of block sizes in `PagedAttentionCache.__init__`)
+The adapter refuses five features:
+    chunked attention        and layers with a state, or with other heads than the rest: a paged cache has none
+    block_tokens             for which no page makes a sector as large as a block (the error says which do)
     prefix sharing           the ledger maps contents to block ids, which a step may change
     asynchronous batching    the next batch is indexed while a pass runs
     CUDA graphs              they would capture the brackets of a pass
@@ -30,6 +32,7 @@ Upstream, arguments `cache_tensor=` and `pool=` of PagedAttentionCache would mak
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -59,6 +62,7 @@ TOUCHED = (
     Touched(f"{_HERE}.cache_allocators.cache_pool", "CachePool.free_blocks", "self index block_ids"),
     Touched(f"{_HERE}.cache_allocators.cache_pool", "RegularTrees.delete_full_trees", "self"),
     Touched(f"{_HERE}.cache_allocators.cache_pool", "RegularTrees.add_tree"),
+    Touched(f"{_HERE}.cache_allocators.cache_pool", "RegularTrees.add_leaves", "self leaves"),
     Touched(
         f"{_HERE}.cache_allocators.full_attention",
         "FullAttentionCacheAllocator.register_cache_tensor",
@@ -82,6 +86,7 @@ class AttachedBatching(Protocol):
     """The part of `transformers.Attached` that this module uses."""
 
     blocks: Any
+    model: Any
     shape: Any
 
     @property
@@ -92,10 +97,12 @@ class AttachedBatching(Protocol):
 def configuration(attached: AttachedBatching, **options: Any) -> ContinuousBatchingConfig:
     """See `AttachedBatching.continuous_batching`."""
     spec = attached.tenant.kv.spec
+    page, sector_layers = _page_tokens(attached)
     fixed: dict[str, Any] = {
         "scheduler_type": f"remap-{id(attached):x}",
-        "page_size": spec.block_tokens,
-        "num_blocks": 1,  # of transformers' own tensor, which we replace before its first use
+        "page_size": page,
+        # Of transformers' own tensor, which we replace before its first use: one sector.
+        "num_blocks": -(-sector_layers // spec.layers),
         "allow_block_sharing": False,
         "use_async_batching": False,
         "use_cuda_graph": False,
@@ -105,12 +112,6 @@ def configuration(attached: AttachedBatching, **options: Any) -> ContinuousBatch
     taken = sorted({*fixed} & {*options})
     if taken:
         raise InvalidArgument(f"the adapter sets {taken} itself; nothing changed; leave them out", options=taken)
-    if not attached.shape.alike or {*attached.shape.windows} != {None}:
-        raise InvalidArgument(
-            "sectors of layers with a sliding window, with a state or with other heads than the rest differ from blocks; "
-            "nothing changed; use generate()",
-            windows=attached.shape.windows,
-        )
     if spec.block_bytes % _ALIGNMENT or spec.layout != "block_major":
         raise InvalidArgument(
             f"a block has {spec.block_bytes} bytes, but a sector has a multiple of {_ALIGNMENT} bytes; nothing "
@@ -120,6 +121,30 @@ def configuration(attached: AttachedBatching, **options: Any) -> ContinuousBatch
         )
     _SCHEDULERS[fixed["scheduler_type"]] = functools.partial(BlockScheduler, attached)
     return ContinuousBatchingConfig(**{"safety_margin": 0.0, "max_batch_tokens": 256, **options, **fixed})
+
+
+def _page_tokens(attached: AttachedBatching) -> tuple[int, int]:
+    """(tokens of a page, pages of a sector), such that a sector is as large as a block."""
+    spec, windows = attached.tenant.kv.spec, attached.shape.windows
+    kinds = {*(getattr(attached.model.config.get_text_config(decoder=True), "layer_types", None) or ())}
+    if not attached.shape.alike or not kinds <= {"full_attention", "sliding_attention"}:
+        raise InvalidArgument(
+            "a paged cache has no chunked attention, and no layers with a state or with other heads than the rest; nothing "
+            "changed; use generate()",
+            windows=windows,
+        )
+    full = windows.count(None)
+    sector = math.lcm(*(layers for layers in (full, len(windows) - full) if layers))
+    if spec.layers * spec.block_tokens % sector:
+        least = sector // math.gcd(sector, spec.layers)
+        raise InvalidArgument(
+            f"a sector holds pages of {full} layers, or of {len(windows) - full} with a sliding window, and none is as large as "
+            f"a block of {spec.block_tokens} tokens; nothing changed; attach with block_tokens={least} or a multiple, or use "
+            "generate()",
+            windows=windows,
+            block_tokens=least,
+        )
+    return spec.layers * spec.block_tokens // sector, sector
 
 
 def withdraw(attached: AttachedBatching) -> None:
@@ -133,10 +158,10 @@ class BlockSectors(CachePool):
     def __init__(self, attached: AttachedBatching, cache: PagedAttentionCache) -> None:
         # The base's __init__ would make a list of all sectors.
         self.num_sectors = attached.tenant.kv.max_blocks - _PADDING
-        self.num_allocators, self.num_reserved_sectors = 1, _PADDING
-        self.blocks_per_sector = [1]
-        self._free_blocks = [RegularTrees(1)]
-        (self._allocator,) = cache.cache_allocators.values()
+        self.num_allocators, self.num_reserved_sectors = len(cache.cache_allocators), _PADDING
+        self.blocks_per_sector = [1] * self.num_allocators
+        self._free_blocks = [RegularTrees(1) for _ in self.blocks_per_sector]
+        self._allocators = tuple(cache.cache_allocators.values())
         self._kv, self._blocks = attached.tenant.kv, attached.blocks
         # When this pool ends, its table ends, and its blocks become free.
         self._table = self._blocks.table()
@@ -163,18 +188,11 @@ class BlockSectors(CachePool):
 
     def reset(self) -> None:
         """Free all blocks except the padding's."""
-        self._free_blocks = [RegularTrees(1)]
+        self._free_blocks = [RegularTrees(blocks) for blocks in self.blocks_per_sector]
         held = self._table.rows[0]
         gone = held[_PADDING:]
         del held[_PADDING:]
         self._blocks.drop(gone)
-
-    def set_blocks_per_sector(self, index: int, blocks_per_sector: int) -> None:
-        if blocks_per_sector != 1:
-            raise InvalidArgument(
-                f"a sector holds {blocks_per_sector} blocks, expected 1; nothing changed",
-                blocks_per_sector=blocks_per_sector,
-            )
 
     def allocate_sector(self, index: int) -> None:
         (block,) = self._blocks.take(1)
@@ -182,19 +200,24 @@ class BlockSectors(CachePool):
         self._free_blocks[index].add_tree(block)
 
     def try_to_free_sectors(self) -> None:
-        self._release(self._free_blocks[0].delete_full_trees())
+        for trees in self._free_blocks:
+            self._release(trees.delete_full_trees())
 
     def free_blocks(self, index: int, block_ids: list[int]) -> None:
-        self._release(block_ids)
+        super().free_blocks(index, block_ids)
+        self._release(self._free_blocks[index].delete_full_trees())
 
     def relocate(self, moved: Mapping[int, int]) -> None:
-        """Replace ids of blocks that a step has moved (old id -> new id) in the requests' tables."""
-        for row in self._allocator.block_table.values():
-            row[:] = [moved.get(block, block) for block in row]
-        if len(self._free_blocks[0]):
-            blocks = self._free_blocks[0].delete_full_trees()
-            for block in blocks:
-                self._free_blocks[0].add_tree(moved.get(block, block))
+        """Replace ids of sectors that a step has moved (old id -> new id) in the requests' tables."""
+        for allocator, trees in zip(self._allocators, self._free_blocks):
+            size = trees.elems_per_tree  # blocks of a sector
+
+            def now(block: int, size: int = size) -> int:
+                return moved.get(block // size, block // size) * size + block % size
+
+            for row in allocator.block_table.values():
+                row[:] = map(now, row)
+            trees.trees = {moved.get(root, root): [*map(now, leaves)] for root, leaves in trees.trees.items()}
 
     def _release(self, blocks: list[int]) -> None:
         gone = set(blocks)
@@ -217,9 +240,8 @@ class BlockScheduler(FIFOScheduler):
         return super().schedule_batch(token_budget, cache_budget)
 
     def _wanted(self, budget: int) -> int:
-        """Blocks for the requests that the next batch has room for."""
-        (allocator,) = self.cache.cache_allocators.values()
-        wanted = 0
+        """Sectors for the requests that the next batch has room for."""
+        wanted = dict.fromkeys(self.cache.cache_allocators.values(), 0)  # blocks
         # Decoding requests first, in the order of scheduling.
         active = sorted(self.active_requests.values(), key=lambda state: state.status != RequestStatus.DECODING)
         waiting = (
@@ -230,8 +252,10 @@ class BlockScheduler(FIFOScheduler):
             if tokens == 0:
                 break
             budget -= tokens
-            wanted += allocator.needs_new_blocks(state.request_id, state.current_len(), tokens)
-        return wanted
+            for allocator in wanted:
+                wanted[allocator] += allocator.needs_new_blocks(state.request_id, state.current_len(), tokens)
+        missing = ((each, blocks - self.cache.pool.count_free_blocks(each.index)) for each, blocks in wanted.items())
+        return sum(-(-max(0, blocks) // each.blocks_per_sector) for each, blocks in missing)
 
 
 def _tokens_of(state: RequestState) -> int:
@@ -244,13 +268,12 @@ def _adopt(attached: AttachedBatching, cache: PagedAttentionCache) -> None:
     kv = attached.tenant.kv
     spec = kv.spec
     dtype = getattr(torch, spec.dtype)
-    found = (len(cache.cache_allocators), cache.bytes_per_sector, cache.dtype)
-    if found != (1, spec.block_bytes, dtype):
+    found = (cache.bytes_per_sector, cache.dtype)
+    if found != (spec.block_bytes, dtype):
         raise InvalidArgument(
-            f"the paged cache has {found[0]} groups of layers, sectors of {found[1]} bytes and {found[2]}; expected 1, "
-            f"{spec.block_bytes} and {dtype}; nothing changed; use generate()",
-            groups=found[0],
-            bytes_per_sector=found[1],
+            f"the paged cache has sectors of {found[0]} bytes and {found[1]}; expected {spec.block_bytes} and {dtype}; nothing "
+            "changed; use generate()",
+            bytes_per_sector=found[0],
             expected=spec.block_bytes,
         )
     attached.ask(_PADDING)
@@ -260,8 +283,10 @@ def _adopt(attached: AttachedBatching, cache: PagedAttentionCache) -> None:
         region = torch.empty(0, dtype=torch.uint8, device=first.device)
         region.set_(first.untyped_storage(), first.storage_offset() * spec.itemsize, (total,), (1,))
     usable = total - _PADDING * spec.block_bytes
-    (allocator,) = cache.cache_allocators.values()
-    allocator.register_cache_tensor(spec.block_bytes, usable, region, pool)
+    allocators = cache.cache_allocators.values()
+    for allocator in allocators:
+        allocator.register_cache_tensor(spec.block_bytes, usable, region, pool)
     cache.cache_tensor, cache.pool = region, pool
-    cache.num_sectors = cache.num_blocks = kv.max_blocks - _PADDING
-    cache.max_tokens_read = allocator.tokens_per_page * allocator.num_blocks
+    cache.num_sectors = kv.max_blocks - _PADDING
+    cache.num_blocks = cache.num_sectors * spec.block_tokens // allocator.tokens_per_page
+    cache.max_tokens_read = max(each.tokens_per_page * each.num_blocks for each in allocators)
