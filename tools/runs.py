@@ -25,7 +25,12 @@ SETTINGS = (
     ("weights in 4 bits", "runs: compressed-tensors, GPTQ, AWQ", "not tried", "plain tensors run; subclasses (torchao, quanto) are refused"),
     ("weights in 8 bits", "refused where oneDNN keeps them; fp8 not tried", "not tried", "plain tensors run"),
     ("KV cache in fp8", "runs", "refused", "none there"),
-    ("drafters", "`ngram`, `draft_model`, `eagle`, `eagle3`, `mtp` run", "refused", "assisted decoding runs"),
+    (
+        "drafters",
+        "`ngram`, `draft_model`, `eagle`, `eagle3`, `mtp` run",
+        "refused",
+        "assisted decoding runs, but with recurrent states",
+    ),
     (
         "KV of other requests in host memory",
         "runs on a CPU, one engine in a process",
