@@ -22,7 +22,12 @@ SETTINGS = (
     ("pipeline parallelism", "refused", "refused", "not tried"),
     ("expert parallelism that moves experts", "refused", "refused", "none there"),
     ("LoRA", "runs", "refused", "runs (peft)"),
-    ("weights in 4 bits", "runs: compressed-tensors, GPTQ, AWQ", "not tried", "plain tensors run; subclasses (torchao, quanto) are refused"),
+    (
+        "weights in 4 bits",
+        "runs: compressed-tensors, GPTQ, AWQ",
+        "not tried",
+        "plain tensors run; subclasses (torchao, quanto) are refused",
+    ),
     ("weights in 8 bits", "refused where oneDNN keeps them; fp8 not tried", "not tried", "plain tensors run"),
     ("KV cache in fp8", "runs", "refused", "none there"),
     (
