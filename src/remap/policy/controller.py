@@ -321,8 +321,8 @@ class Controller:
     # -- coming home -----------------------------------------------------------------------------------------------
 
     def sigma(self, view: TenantView) -> int:
-        """Hysteresis: the blocks that must be free beyond demand and headroom after a layer has come home. Half a layer's, or half
-        of those that are left then: so the layers of an idle tenant come home however small its pool is."""
+        """Hysteresis: the blocks that must be free beyond demand and headroom after a layer has come home. Half a layer's, or
+        half of those that are left then: so the layers of an idle tenant come home however small its pool is."""
         fixed, layer = self.config.hysteresis_blocks, view.blocks_per_layer
         half = 0.5 * min(layer, view.usable_blocks - _lost(view, 1))
         return math.ceil(max(self.variation, half)) if fixed is None else fixed

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Engines
+
 from families import FAMILIES, VOCABULARY
 
 TESTS = Path(__file__).parents[2]
@@ -15,7 +16,10 @@ BURST = [
     {"prompts": [[DRAW.randrange(3, VOCABULARY) for _ in range(5 + 3 * i)] for i in range(8)], "new": 130, "idle": 2}
 ]
 EAGER = {"max_running_requests": 8, "schedule_conservativeness": 0.1, "disable_radix_cache": True}
-SAVE = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import families; families.save(sys.argv[2], pathlib.Path(sys.argv[2]))"
+SAVE = (
+    "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import families; "
+    "families.save(sys.argv[2], pathlib.Path(sys.argv[2]))"
+)
 
 
 @pytest.mark.parametrize("family", [name for name, each in FAMILIES.items() if each.sglang])
