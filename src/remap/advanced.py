@@ -274,9 +274,9 @@ def rewrite(session: Session, name: str, write: Callable[[], Answer]) -> Answer:
     other calls, and all passes, wait for it, and write() must not call the session.
 
     Raises InvalidState inside a pass, (field tenant) for a tenant of bytes or with weights=, and (fields tenant, layers) for
-    layers that another instance computes; nothing is written then. Raises InvalidState (fields tenant, tensors) for tensors that
-    got memory of another shape or dtype: these are as they were, and the rest is written. An error of the device may come behind
-    the write: what is left is done before the next pass or change, which may raise it again.
+    layers that another instance computes; nothing is written then. Behind the write it raises it (tenant, tensors) for those of
+    another shape or dtype now, which are as they were; (tenant, written) if the model has others for those of layers away
+    (`assign=True`): detach it; or an error of the device: what is left is done before the next pass or change, which may fail.
     """
 
     def call(core: Core) -> Answer:

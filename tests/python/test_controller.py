@@ -495,3 +495,14 @@ def test_the_reason_says_that_and_why_passes_wait_for_longer_than_allowed() -> N
     decision = grown({"remapped": 5, "buffers": 2}, slowdown=0.02)
     assert decision.action == "none" and "wait for 8 ms and 0.4 ms are allowed" in decision.reason
     assert "are allowed" not in grown(slowdown=0.02).reason
+
+
+@pytest.mark.parametrize("base", [0, 1, 3])
+def test_the_layers_of_an_idle_tenant_come_home_though_no_blocks_are_left_then(base: int) -> None:
+    """The average of what its demand varied fades for ever, and one block more than there were was to be free."""
+    policy = controller(reserve_blocks=0, dwell=1, map_s=0.0)
+    policy.decide(view(usable_blocks=base, free_blocks=base, live_blocks=0), Demand(8))
+    present = {"remapped": 1, "buffers": 2, "usable_blocks": base + 10, "live_blocks": 0, "free_blocks": base + 10}
+    found = [policy.decide(view(**present), Demand(0)) for _ in range(200)]
+    assert "shrink" in {each.action for each in found}
+    assert found[0].action == "none"  # not before it has faded

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 import models  # noqa: E402
 
-from remap.model.bind import changed, tensors_of  # noqa: E402
+from remap.model.bind import changed, put_back, tensors_of  # noqa: E402
 
 KV = remap.KVSpec(layers=models.LAYERS, kv_heads=2, head_dim=16, min_blocks=4, max_blocks=400, dtype="float32")
 IDS = torch.arange(3, 23).reshape(1, -1)
@@ -415,6 +415,129 @@ def test_a_session_that_closes_or_a_model_that_leaves_behind_it_keeps_them(world
     advanced.rewrite(world.session, "m", world.load)
     world.session.detach("m")
     assert torch.equal(world.answer(), world.expected())
+
+
+@pytest.mark.parametrize("streams", [0, 2])
+@pytest.mark.parametrize("other", ["memory", "stride", "outside", "object", "view"])
+def test_what_was_replaced_before_keeps_its_layer_at_home_and_gets_the_new_bytes(
+    world: World, other: str, streams: int
+) -> None:
+    """The write was lost, or no pass began any more; and a layer that shows its region by another object streamed again."""
+    module = world.layer(0).self_attn.q_proj
+    if other == "memory":
+        module.weight.data = module.weight.data.clone()
+    elif other == "stride":
+        module.weight.data = module.weight.data.t().contiguous().t()
+    elif other == "outside":
+        world.model.model.norm.weight.data = world.model.model.norm.weight.data.clone()
+    else:
+        data = module.weight.data
+        module.weight = torch.nn.Parameter(data if other == "view" else data.clone())
+    world.stream(streams)
+    for seed in (2, 3):
+        world.other = models.make("llama", seed=seed)
+        advanced.rewrite(world.session, "m", world.load)
+        assert torch.equal(world.answer(), world.expected())
+        for layers in (4, 0, streams):
+            world.stream(layers)
+            assert torch.equal(world.answer(), world.expected())
+            assert other == "outside" or 0 not in world.tenant.streamed
+
+
+@pytest.mark.parametrize("streams", [0, 3])
+def test_what_is_replaced_meanwhile_counts_as_ever(world: World, streams: int) -> None:
+    world.stream(streams)
+    streamed = world.tenant.streamed
+    load = lambda: world.model.load_state_dict(world.other.state_dict(), assign=True)  # noqa: E731
+    if streams:
+        with pytest.raises(InvalidState) as caught:
+            advanced.rewrite(world.session, "m", load)
+        assert tuple(caught.value.fields["written"]) == streamed
+        with pytest.warns(RuntimeWarning):
+            world.session.detach("m")
+    else:
+        advanced.rewrite(world.session, "m", load)
+    assert torch.equal(world.answer(), world.expected())
+
+
+def test_an_embedding_in_host_memory_is_where_it_was_with_the_new_bytes() -> None:
+    world = World(embedding="host")
+    addresses, new = world.addresses(), list(world.other.parameters())
+
+    def write() -> None:
+        for tensor, value in zip(world.model.parameters(), new):
+            tensor.data = value.data.clone()
+
+    advanced.rewrite(world.session, "m", write)
+    assert world.addresses() == addresses
+    world.session.detach("m")
+    assert torch.equal(world.answer(), world.expected())
+    world.session.close()
+
+
+def test_a_tensor_of_one_element_that_is_shown_many_times_is_as_it_was() -> None:
+    """Nothing can be copied into it, and then no pass began any more."""
+    world = World.__new__(World)
+    world.model = models.make("llama", seed=1)
+    norm = world.layer(0).input_layernorm
+    norm.weight = torch.nn.Parameter(torch.ones(1).expand(64))
+    world.session = remap.Session(4 << 20, page_bytes=4096)
+    world.session.attach(world.model, name="m", kv=KV)
+    old = world.answer()
+
+    def write() -> None:
+        norm.weight.data = torch.full((64,), 2.0)
+
+    with pytest.raises(InvalidState) as caught:
+        advanced.rewrite(world.session, "m", write)
+    assert caught.value.fields["tensors"] == ("model.layers.0.input_layernorm.weight",)
+    assert torch.equal(world.answer(), old)
+    world.session.close()
+
+
+def test_behind_an_interrupt_nothing_is_owed_that_is_not_due(world: World) -> None:
+    """It was done with the next change, for layers that were away long ago."""
+    import interrupts
+
+    world.stream(1)
+    state, files = internals(world.tenant)._state, ("memory/apply.py",)
+
+    def act(at: int) -> Any:
+        call = lambda: advanced.rewrite(world.session, "m", lambda: None)  # noqa: E731
+        return interrupts.interrupted(call, at, "lines", files)
+
+    code = Changes.owe.__code__
+    lines = {line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno}
+    points = [at for at, where in enumerate(act(-1)[0].seen) if int(where.split(":")[1].split()[0]) in lines]
+    assert len(points) > 2
+    for at in points:
+        act(at)
+        world.answer()
+        assert state.owed is None
+
+
+def test_two_tensors_that_change_places_do_so_whole_or_not_at_all(world: World) -> None:
+    import interrupts
+
+    world.stream()
+    one, two = (world.layer(number).self_attn.q_proj.weight for number in (0, 1))
+    before = [world.state()[name].clone() for name in world.queries]
+
+    def swap() -> None:
+        one.data, two.data = two.data, one.data
+
+    def act(at: int) -> Any:
+        call = lambda: advanced.rewrite(world.session, "m", swap)  # noqa: E731
+        return interrupts.interrupted(call, at, "lines", ("model/bind.py",))
+
+    last = max(line for _, _, line in put_back.__code__.co_lines() if line is not None)
+    seen = [int(where.split(":")[1].split()[0]) for where in act(-1)[0].seen]
+    points = [at for at, line in enumerate(seen) if last - 9 < line <= last]  # bytes are copied, and tensors go back
+    for at in (*points[:12], *spread(points, 12)):
+        act(at)
+        world.answer()
+        now = [world.state()[name] for name in world.queries]
+        assert any(all(map(torch.equal, now, each)) for each in (before, before[::-1]))
 
 
 # -- walks ----------------------------------------------------------------------------------------------------------------

@@ -360,8 +360,8 @@ class Changes:
         """The caller writes now, and finish() is due when `writing` ends: it is called until it raises nothing. Waits first for
         the tenant's computation, which may still read its layers."""
         tenant.compute.wait()
+        self._due, self._settling = (*self._due, tenant), True  # first: whatever is owed is due
         tenant.owed, self.writing = finish, True
-        self._due, self._settling = (*self._due, tenant), True
 
     def _settle(self) -> None:
         if self.writing:

@@ -67,6 +67,7 @@ def rewrite(core: Core, tenant: TenantState, write: Callable[[], Result]) -> Res
             tenant=tenant.name,
             tensors=tuple(lost),
         )
+    tenant.refuse_lost_writes()  # tensors that the model has others for now
     return answer
 
 

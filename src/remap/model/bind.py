@@ -65,10 +65,9 @@ def fill(part: LayerLayout, tensors: Tensors, destination: torch.Tensor) -> None
     unsuitable or a tensor no longer matches its spec.
     """
     _check_storage(part, destination)
-    targets = _targets(tensors, part)
     with torch.inference_mode(False), torch.no_grad():
         memory = _as_bytes(destination)
-        for placed, tensor in targets:
+        for placed, tensor in _targets(tensors, part):
             source = _as_bytes(tensor)
             memory[placed.offset : placed.offset + source.numel()].copy_(source)
 
@@ -94,15 +93,16 @@ def put_back(moved: Moved) -> list[torch.Tensor]:
     bytes are copied to where it was pointed; one of another shape or dtype is in the result, and its bytes are left out."""
     strays, lost = [], []
     for tensor, old, new in moved:
-        alike = (tensor.shape, tensor.dtype) == (new.shape, new.dtype)
-        there = tensor.data_ptr() in (old.data_ptr(), new.data_ptr())
-        if not alike:
+        there = tensor.data_ptr() in (old.data_ptr(), new.data_ptr()) and tensor.stride() == new.stride()
+        if (tensor.shape, tensor.dtype) != (new.shape, new.dtype) or (not there and span_of(new) < new.nbytes):
             lost.append(tensor)
-        elif not there or tensor.stride() != new.stride():
-            strays.append((new, tensor.data.clone()))  # all of them first: they may show each other's memory
-    for new, data in strays:
+        elif not there:
+            strays.append((new, tensor))
+            with torch.inference_mode(tensor.is_inference()):  # all of them first: they may show each other's memory
+                tensor.data = tensor.data.clone()
+    for new, tensor in strays:
         with torch.inference_mode(new.is_inference()), torch.no_grad():
-            new.copy_(data)
+            new.copy_(tensor.data)
     for tensor, old, _ in reversed(moved):
         with torch.inference_mode(tensor.is_inference()):
             tensor.data = old
@@ -164,8 +164,7 @@ def restore(
             start, end, source, offset = spans[place]
             if place not in homes:
                 with torch.inference_mode(False), torch.no_grad():
-                    homes[place] = torch.empty(end - start, dtype=torch.uint8, device=device or rest.device)
-                    homes[place].copy_(source[offset : offset + end - start])
+                    homes[place] = source[offset : offset + end - start].to(device or rest.device, copy=True)
             exchange.append((tensor, homes[place], first - start))
         elif any(_overlaps(tensor, storage) for storage in everything):
             raise InvalidState(
@@ -195,13 +194,9 @@ def differs(placed: Placed, tensor: torch.Tensor, master: torch.Tensor) -> bool:
 
 
 def own_copy(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`like`'s dtype, shape and stride over a new copy of `source` (1-D uint8, `like`'s span), on the device of
-    `source`.
-    """
+    """`like`'s dtype, shape and stride over a new copy of `source` (1-D uint8, `like`'s span), on its device."""
     with torch.inference_mode(False), torch.no_grad():
-        home = torch.empty(source.numel(), dtype=torch.uint8, device=source.device)
-        home.copy_(source)
-        return _show(home, like.dtype, 0, like.shape, like.stride())
+        return _show(source.clone(), like.dtype, 0, like.shape, like.stride())
 
 
 _version_of = attrgetter("_version")
@@ -274,6 +269,9 @@ class WriteWatch:
                 self._replaced[index] = lost
             else:
                 self._known[layer], self._removed[index] = objects, gone
+
+    def forget(self) -> None:  # what was written until now, but not what was replaced
+        self._look = [(tensors, list(map(_version_of, tensors)), at) for tensors, _, at in self._look]
 
     def _layer(self, part: int) -> int | None:
         return part if part < len(self._modules) else None

@@ -176,18 +176,15 @@ def model_source(
         host.stage([(part.data_ptr(), part.numel()) for part in parts])
     installed: dict[str, Any] = {}
 
-    def tensors(targets: Sequence[int], rest: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        storages = [memory(target, max(1, part.nbytes)) for target, part in zip(targets, layout.layers)]
-        if layout.rest.nbytes == 0:  # there is no such region
-            return storages, torch.empty(0, dtype=torch.uint8, device=ours)
-        return storages, memory(rest, layout.rest.nbytes)
-
     def fill_rest(rest: int) -> None:
         modules.fill(layout.rest, everything, memory(rest, layout.rest.nbytes))
         device.wait_for_torch()  # passes may run on another stream than torch's current one
 
     def install(targets: Sequence[int], rest: int, tenant: Handle) -> None:
-        storages, resident = installed["storages"], installed["rest"] = tensors(targets, rest)
+        storages = [memory(target, max(1, part.nbytes)) for target, part in zip(targets, layout.layers)]
+        empty = torch.empty(0, dtype=torch.uint8, device=ours)  # there is no such region
+        resident = memory(rest, layout.rest.nbytes) if layout.rest.nbytes else empty
+        installed["storages"], installed["rest"] = storages, resident
         parts = zip((*storages, resident), layout.parts)
         installed["ranges"] = [(each.data_ptr(), each.data_ptr() + part.nbytes) for each, part in parts]
         try:
@@ -265,9 +262,10 @@ def model_source(
         return {layer: paths for layer, paths in found.items() if paths}
 
     def at_masters(away: Collection[int]) -> None:
-        installed["moved"], installed["guards"].writing = [], True
-        places = [master.tensor(i) if i in away else storage for i, storage in enumerate(installed["storages"])]
-        modules.point(zip(layout.parts, (*places, installed["rest"]), strict=True), everything, installed["moved"])
+        gone = {id(everything[each.spec.path]) for index in away for each in layout.layers[index].tensors}
+        home = [(tensor, tensor.data, tensor.data) for tensor in everything.values() if id(tensor) not in gone]
+        installed["moved"], installed["guards"].writing = home, True
+        modules.point([(layout.layers[i], master.tensor(i)) for i in sorted(away)], everything, installed["moved"])
 
     def leave_masters() -> list[str]:
         lost = {id(tensor) for tensor in modules.put_back(installed.get("moved", []))}
@@ -276,11 +274,13 @@ def model_source(
 
     def renew(away: Collection[int]) -> list[str]:
         lost = leave_masters()
+        installed["watch"].forget()
+        replaced = written(range(len(layout.layers)))  # such layers stay at home
         for index, part in enumerate(layout.layers):
+            ours = tuple(each for each in part.tensors if each.spec.path not in replaced.get(index, ()))
             if index not in away:
-                modules.fill(part, everything, master.tensor(index))
+                modules.fill(replace(part, tensors=ours), everything, master.tensor(index))
         device.wait_for_torch()
-        installed["watch"] = modules.WriteWatch(model, found, layout, everything)
         return lost
 
     if gathered is not None:

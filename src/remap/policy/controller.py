@@ -321,11 +321,11 @@ class Controller:
     # -- coming home -----------------------------------------------------------------------------------------------
 
     def sigma(self, view: TenantView) -> int:
-        """Hysteresis: the blocks that must be free beyond demand and headroom after a layer has come home. Half a layer's, or
-        half of those that are left then: so the layers of an idle tenant come home however small its pool is."""
+        """Hysteresis: the blocks that must be free beyond demand and headroom after a layer has come home: half a layer's, or
+        half of those left then, but none for a faded average. So an idle tenant's layers come home however small its pool is."""
         fixed, layer = self.config.hysteresis_blocks, view.blocks_per_layer
         half = 0.5 * min(layer, view.usable_blocks - _lost(view, 1))
-        return math.ceil(max(self.variation, half)) if fixed is None else fixed
+        return math.ceil(max(self.variation, half) - 1e-3) if fixed is None else fixed
 
     def spare(self, view: TenantView, demand: int) -> int:
         """Blocks that the tenant can lose now and still have demand, headroom and hysteresis; at most all free ones."""
