@@ -460,6 +460,31 @@ def test_what_is_replaced_meanwhile_counts_as_ever(world: World, streams: int) -
     assert torch.equal(world.answer(), world.expected())
 
 
+@pytest.mark.parametrize("streams", [0, 3])
+def test_parameters_may_be_placeholders_between_two_calls(world: World, streams: int) -> None:
+    """As vLLM updates weights in parts: meta tensors stand for those that are to come, which then come back."""
+    world.stream(streams)
+    linears = [module for module in world.model.model.layers.modules() if isinstance(module, torch.nn.Linear)]
+    kept = [module.weight for module in linears]
+
+    def begin() -> None:
+        for module in linears:
+            module.weight = torch.nn.Parameter(torch.empty_like(module.weight, device="meta"))
+
+    def finish() -> None:
+        for module, weight in zip(linears, kept):
+            module.weight = weight
+        world.load()
+
+    for step in (begin, finish):
+        advanced.rewrite(world.session, "m", step)
+    assert len(world.tenant.streamed) >= streams
+    for layers in (streams, 4, 0):
+        world.stream(layers)
+        assert torch.equal(world.answer(), world.expected())
+    assert internals(world.tenant).pinned == ()
+
+
 def test_an_embedding_in_host_memory_is_where_it_was_with_the_new_bytes() -> None:
     world = World(embedding="host")
     addresses, new = world.addresses(), list(world.other.parameters())

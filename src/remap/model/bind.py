@@ -227,7 +227,7 @@ class WriteWatch:
     A tensor is replaced if it has other memory than it was installed in; if it is registered outside of its layer, which alone
     waits for its bytes; or if it is registered nowhere, and its layer has got tensors or modules that were not there before
     (they may have been made from its bytes), or is no part of the model any more. A tensor that has another name, or that
-    is only removed, is not. Of inference tensors (made under inference_mode), torch keeps no version.
+    is only removed (a meta tensor has no bytes), is not. Of inference tensors (made under inference_mode), torch keeps no version.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module], layout: Layout, tensors: Tensors) -> None:
@@ -258,7 +258,7 @@ class WriteWatch:
         self._replaced.clear()
         for index, (specs, (tensors, _, _)) in enumerate(zip(self._specs, self._look)):
             layer = self._layer(index)
-            objects = {id(each): each for each in self._names[layer].objects}
+            objects = {id(each): each for each in self._names[layer].objects if not getattr(each, "is_meta", False)}
             arrived = not objects or not objects.keys() <= self._known.setdefault(layer, objects).keys()
             where = {spec.path: seen.get(id(tensor), set()) for spec, tensor in zip(specs, tensors)}
             gone = {path for path, places in where.items() if not places}
