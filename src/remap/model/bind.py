@@ -227,7 +227,7 @@ class WriteWatch:
     A tensor is replaced if it has other memory than it was installed in; if it is registered outside of its layer, which alone
     waits for its bytes; or if it is registered nowhere, and its layer has got tensors or modules that were not there before
     (they may have been made from its bytes), or is no part of the model any more. A tensor that has another name, or that
-    is only removed (a meta tensor has no bytes), is not. Of inference tensors (made under inference_mode), torch keeps no version.
+    is only removed (a meta tensor has no bytes), is not. Of inference tensors (of inference_mode) torch keeps no version.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module], layout: Layout, tensors: Tensors) -> None:
