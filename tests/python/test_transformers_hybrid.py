@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from attached_models import as_cache, prompts, randomised, watched  # noqa: E402
+from test_transformers_families import make, one_thread  # noqa: E402, F401  (the fixture: for every test)
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 import families  # noqa: E402
@@ -19,18 +20,6 @@ from remap.errors import InvalidArgument, InvalidState, OutOfBlocks  # noqa: E40
 GREEDY = {"max_new_tokens": 30, "do_sample": False}
 BRIEF = {"max_new_tokens": 2, "do_sample": False}
 HYBRIDS = ["qwen3.5", "lfm2"]  # recurrent states; convolutions only
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def make(family):
-    return randomised(families.made(family, small=True))
 
 
 def bare_cache(model):
