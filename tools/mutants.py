@@ -657,7 +657,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="controller-shrinks-without-its-loss",
         file="src/remap/policy/controller.py",
-        text="holds = view.free_blocks >= demand + headroom + lost + sigma",
+        text="holds = view.free_blocks >= demand + headroom + _lost(view, alpha - fewer) + sigma",
         replacement="holds = view.free_blocks >= demand + headroom + sigma",
         breaks="A layer comes home although the blocks that it takes along are needed.",
         tests=("test_controller.py::test_credit_is_forfeited_when_the_condition_fails",),

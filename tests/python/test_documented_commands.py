@@ -586,10 +586,16 @@ def _alone(command: Command) -> None:
     assert importlib.import_module(command.words[2]) and not command.words[3:], command
 
 
+def _tool(command: Command) -> None:
+    """A file without options."""
+    assert (ROOT / command.words[1]).exists() and not command.words[2:], command
+
+
 NOT_HERE: Mapping[str, tuple[str, Callable[[Command], None]]] = {
     "make ": ("suites, builds and measurements of minutes to hours; the commands in recipes are tried above", _make),
     "bench/gpu/run.sh": ("it needs a GPU; tests/gpu makes its calls on the emulated driver", _gpu),
     "python -m bench.gpu.vllm.pack": ("it downloads 400 MB; test_vllm_pack.py has its parts", _pack),
+    "python tools/runs.py": ("it writes a page, which test_runs.py compares", _tool),
     "python -m bench.gpu.vllm_predictions": (
         "it simulates for a minute; tests/gpu/test_bench_predictions.py has its parts",
         _alone,
