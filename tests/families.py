@@ -261,7 +261,7 @@ FAMILIES = {
     ),
     "phi3": Family("Phi-3, Phi-4", "Phi3ForCausalLM", "Phi3Config", _shape(**_WIDE), sglang=True),
     "phi": Family("Phi-1.5, Phi-2", "PhiForCausalLM", "PhiConfig", _shape(**_WIDE)),
-    "granite": Family("Granite 3 and 4 dense", "GraniteForCausalLM", "GraniteConfig", _shape(**_WIDE), sglang=True),
+    "granite": Family("Granite 3", "GraniteForCausalLM", "GraniteConfig", _shape(**_WIDE), sglang=True),
     "lfm2": Family(
         "LFM2: convolutions beside attention",
         "Lfm2ForCausalLM",

@@ -71,7 +71,7 @@ Tests: [vLLM 0.32](../../tests/engines/vllm/test_families.py), [SGLang 0.5.23](.
 """
 
 MIDDLE = """
-Pictures and sound were not tried. vLLM on a CPU itself serves neither Nemotron-H nor Mamba.
+Pictures and sound were not tried. vLLM 0.32 on a CPU itself does not serve Nemotron-H.
 
 ## Settings
 

@@ -149,6 +149,25 @@ def test_what_fails_before_a_pass_leaves_the_states_as_they_were(family):
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
+def test_a_pass_that_an_interrupt_kept_from_its_end_spoils_the_cache(family, monkeypatch):
+    """The states have gone on, and nobody has told the cache: it knew before the pass."""
+    model, text = make(family), prompts(2, 6)["input_ids"]
+    expected = decode(model, text[:, :1], bare_cache(model))
+    with watched(model) as rig:
+        cache = rig.attached.cache()
+        logits(model, text, cache)
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(type(cache), "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                logits(model, text[:, :1], cache)
+        for _ in range(2):
+            with pytest.raises(InvalidState, match="reset the cache"):
+                logits(model, text[:, :1], cache)
+        cache.reset()
+        assert torch.equal(decode(model, text[:, :1], cache), expected)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
 @pytest.mark.parametrize("held", [0, 6])
 def test_a_call_of_a_part_of_the_model_spoils_the_cache(family, held):
     """Its first layers go on, and only the first one with keys and values notices."""

@@ -283,10 +283,10 @@ def _adopt(attached: AttachedBatching, cache: PagedAttentionCache) -> None:
         region = torch.empty(0, dtype=torch.uint8, device=first.device)
         region.set_(first.untyped_storage(), first.storage_offset() * spec.itemsize, (total,), (1,))
     usable = total - _PADDING * spec.block_bytes
-    allocators = cache.cache_allocators.values()
-    for allocator in allocators:
-        allocator.register_cache_tensor(spec.block_bytes, usable, region, pool)
+    allocators = [*cache.cache_allocators.values()]
+    for each in allocators:
+        each.register_cache_tensor(spec.block_bytes, usable, region, pool)
     cache.cache_tensor, cache.pool = region, pool
     cache.num_sectors = kv.max_blocks - _PADDING
-    cache.num_blocks = cache.num_sectors * spec.block_tokens // allocator.tokens_per_page
+    cache.num_blocks = cache.num_sectors * spec.block_tokens // allocators[0].tokens_per_page
     cache.max_tokens_read = max(each.tokens_per_page * each.num_blocks for each in allocators)

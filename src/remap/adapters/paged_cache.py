@@ -188,10 +188,10 @@ class BlockLayer(CacheLayerMixin):
         """Write the tokens of this pass; return the keys and values for attention, (batch, kv_heads, tokens, head_dim)
         each, in the dtype and of the head_dim in which they came: a pool keeps those of a narrower dtype exactly.
 
-        The returned tensors lie in the workspace and are valid until another layer's update, unless the model has layers
-        that read another's. Raises InvalidState
-        outside of a prepared pass, or if gradients would be lost; InvalidArgument (fields expected, keys, values) for
-        shapes or a dtype that differ from the KV pool's. Nothing was written then.
+        The returned tensors lie in the workspace and are valid until another layer's update; where layers read another's
+        keys and values, in memory of their own. Raises InvalidState outside of a prepared pass, or if gradients would be
+        lost; InvalidArgument (fields expected, keys, values) for shapes or a dtype that differ from the KV pool's. Nothing
+        was written then.
         """
         batch, count = self._batch, self._checked(key_states, value_states)
         if not self.tokens:
@@ -343,6 +343,8 @@ class PagedCache(Cache):
             self._copy(copies)
         self._batch.forget_rows()
         self._batch.slots = (self.table.tokens, tokens)
+        # Until the pass is over: kernels write over states without a word to the cache, and an interrupt may end all.
+        self._batch.spoiled = True
 
     def finish(self, completed: bool) -> None:
         """End the prepared pass. A pass that was not completed adds no tokens, and spoils a cache with states and tokens.
@@ -356,17 +358,16 @@ class PagedCache(Cache):
         first, count = slots
         if completed and all(layer.tokens == first + count for layer in self._layers):
             self.table.tokens = first + count
+            self._batch.spoiled = False
             return
         for layer in self._layers:
             layer.tokens = first
-        # Kernels write over states without a word to the cache: nobody knows which layers' have changed.
-        self._batch.spoiled = True
         if not first:
             self._forget_states()
         if completed:
             raise InvalidState(
-                f"a pass did not write {count} tokens into all {len(self._layers)} layers of the cache; the cache has "
-                "dropped its tokens; it does not fit models that share keys and values between layers",
+                f"a pass did not write {count} tokens into all {len(self._layers)} layers of the cache that have keys and values; "
+                "the cache has dropped its tokens; a pass has to call every layer once",
                 layers=len(self._layers),
                 tokens=count,
             )

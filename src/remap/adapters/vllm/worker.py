@@ -513,11 +513,10 @@ class RemapWorker:
         finally:
             self._remap_writing = False
 
-    reload_weights, reset_weights = _writes("reload_weights"), _writes("reset_weights")
-    start_weight_update, start_draft_weight_update = (
-        _writes("start_weight_update"),
-        _writes("start_draft_weight_update"),
-    )
+    reload_weights = _writes("reload_weights")
+    reset_weights = _writes("reset_weights")
+    start_weight_update = _writes("start_weight_update")
+    start_draft_weight_update = _writes("start_draft_weight_update")
     finish_weight_update = _writes("finish_weight_update")
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
