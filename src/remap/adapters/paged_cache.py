@@ -366,8 +366,8 @@ class PagedCache(Cache):
             self._forget_states()
         if completed:
             raise InvalidState(
-                f"a pass did not write {count} tokens into all {len(self._layers)} layers of the cache that have keys and values; "
-                "the cache has dropped its tokens; a pass has to call every layer once",
+                f"a pass did not write {count} tokens into all {len(self._layers)} layers that have keys and values; the cache has "
+                "dropped its tokens; a pass has to call every layer once",
                 layers=len(self._layers),
                 tokens=count,
             )
