@@ -57,6 +57,13 @@ class BlockStore:
             offset = first.storage_offset() * first.element_size() // self._rows.element_size()
             self._rows.set_(first.untyped_storage(), offset, *rows)
             self._workspace = torch.empty(0, dtype=self.dtype, device=first.device)
+            self._inner = {heads: self._within(*heads) for heads in {*shape.heads}}
+
+    def _within(self, heads: int, dim: int) -> torch.Tensor:
+        """Distance from a token's first row to that of (keys or values, head, part), shape (2, 1, heads, 1, parts)."""
+        parts = dim // self._width
+        inner = torch.arange(heads * parts, device=self.device).view(1, 1, heads, 1, parts)
+        return inner + torch.arange(2, device=self.device).view(2, 1, 1, 1, 1) * (self.block_tokens * heads * parts)
 
     @property
     def region(self) -> torch.Tensor:
@@ -83,10 +90,7 @@ class BlockStore:
         position = torch.arange(first, first + tokens, device=self.device)
         block = blocks[:, position // size] * self._block_rows
         token = block + position % size * (heads * parts)
-        # Distance from a token's first row to that of (keys or values, head, part).
-        inner = torch.arange(heads * parts, device=self.device).view(1, 1, heads, 1, parts)
-        kinds = torch.arange(2, device=self.device).view(2, 1, 1, 1, 1) * (size * heads * parts)
-        return token.view(1, len(blocks), 1, tokens, 1) + (inner + kinds)
+        return token.view(1, len(blocks), 1, tokens, 1) + self._inner[heads, dim]
 
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values, each of shape (sequences, kv_heads, tokens, head_dim), to `rows` (see `rows()`)."""
@@ -366,7 +370,7 @@ class PagedCache(Cache):
             self._forget_states()
         if completed:
             raise InvalidState(
-                f"a pass did not write {count} tokens into all {len(self._layers)} layers that have keys and values; the cache has "
+                f"a pass did not write {count} tokens into all {len(self._layers)} layers with keys and values; the cache has "
                 "dropped its tokens; a pass has to call every layer once",
                 layers=len(self._layers),
                 tokens=count,
