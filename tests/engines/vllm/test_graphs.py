@@ -14,12 +14,15 @@ pytest.importorskip("vllm", reason="runs where vLLM is installed: make test-engi
 
 import vllm.platforms
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from remap.adapters.vllm import engine_internals
+from remap.adapters.vllm.link import PoolIds, RankLink
 from remap.adapters.vllm.offloader import RemapOffloader
 from remap.errors import InvalidState
+from remap.ranks import RankReport
 
 OURS = list(engine_internals.LAYER_OPERATORS)
 FULL, PIECES, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -151,6 +154,51 @@ def test_a_pass_without_waits_is_wrong_unless_it_was_whole(offloader: RemapOfflo
         assert chosen(runner, True) == FULL
     with pytest.raises(InvalidState), offloader.entered(tenant, "decode", 4):
         assert chosen(runner, False) == PIECES
+
+
+@pytest.mark.parametrize("make", RUNNERS)
+def test_ranks_replay_a_whole_graph_all_or_none(offloader: RemapOffloader, make: Any) -> None:
+    """One that replays it beside one that does not reads what that one has not written."""
+    runner, tenant = make(BOTH), Tenant()
+    engine_internals.guard_whole_graphs(runner, offloader.may_be_whole, offloader.is_whole)
+    with offloader.entered(tenant, "decode", 4, whole=False):  # another rank's layer is not home yet
+        assert chosen(runner, True) == PIECES
+        for layer in range(4):
+            offloader._wait_for_layer(layer)
+    with offloader.entered(tenant, "decode", 4, whole=True):
+        assert chosen(runner, True) == FULL
+    tenant.streaming = True
+    with pytest.raises(InvalidState, match="agreed"), offloader.entered(tenant, "decode", 4, whole=True):
+        pass
+    assert tenant.passes == 3, "the pass has ended"
+
+
+def test_ranks_are_asked_until_no_layer_of_any_waits() -> None:
+    settled, asked, target = [[True, False], [True, True]], [], (0, 0)
+
+    def rpc(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "remap_settled":
+            asked.append(method)
+            return settled.pop(0)
+        if method == "remap_may_move":
+            return [True, True]
+        if method == "remap_manifest":
+            return [{"first_blocks": 4, "arena": ""}] * 2
+        report = RankReport(((0, 4),), target)
+        return {"report": [report] * 2, "step": [report, None], "listen": [None] * 2}.get(args[0], ["", ""])
+
+    executor = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2), collective_rpc=rpc)
+    pool = BlockPool(4, enable_caching=False, hash_block_size=16)
+    manager = SimpleNamespace(block_pool=pool, watermark_blocks=0)
+    config = SimpleNamespace(watermark=0.25)
+    link = RankLink(executor, PoolIds(SimpleNamespace(kv_cache_manager=manager, scheduler_config=config)))
+    assert [link.may_be_whole() for _ in range(4)] == [False, True, True, True] and len(asked) == 2
+    target = (2, 1)
+    link.step(1, 0)
+    assert not link.may_be_whole() and len(asked) == 2, "none, while layers are away"
+    target, settled = (0, 0), [[False, True], [True, True]]
+    link.step(0, 4)
+    assert [link.may_be_whole() for _ in range(3)] == [False, True, True] and len(asked) == 4
 
 
 def test_layers_are_breaks_of_graphs_that_vllm_breaks_by_itself(

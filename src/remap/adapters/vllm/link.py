@@ -94,7 +94,7 @@ class RankLink:
         self.sharing = bool(manifest["arena"])
         """Whether other tenants may have pages now that this one gets later."""
         self._joined = manifest["arena"].startswith(UNIX)
-        self._asleep = False
+        self._asleep = self._settled = False
         self._looked_s = 0.0
         if self.sharing:
             self.rest()  # until its first request
@@ -124,11 +124,23 @@ class RankLink:
             if any(report is None for report in reports):
                 return False
             opened = self.group.woken(reports)
-            self._asleep = False
+            self._asleep = self._settled = False
             if self._local is None:  # else it has heard of each change at once
                 self.books.forget(reports[0].lost)
                 self.books.open_now(opened)
         return True
+
+    def may_be_whole(self) -> bool | None:
+        """Whether the next pass may be one CUDA graph on all ranks: one that replays it beside one that does not would read what
+        that one has not written (vLLM's reduction of a graph has buffers of its own). None: there is one rank, which knows.
+
+        Layers come home at another moment on each rank, so after a change all are asked until none has anything to wait for. From
+        then on only this object's next call changes that, and no pass is without one in which all agree."""
+        if self.group.ranks == 1:
+            return None
+        if not self._settled and not self.group.target[0]:
+            self._settled = all(self._rpc("remap_settled"))
+        return self._settled
 
     def turn_over(self) -> bool:
         """Whether the requests are to pause, for other processes wait for pages that this engine has (`Rank.turn_over`)."""
@@ -181,6 +193,7 @@ class RankLink:
 
     def _take(self, report: RankReport | None) -> None:
         if report is not None and self._local is None:
+            self._settled = False
             self._give_back(self.books.open_now(report.open))
 
     def _give_back(self, blocks: list[int]) -> None:

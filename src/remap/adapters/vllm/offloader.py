@@ -39,16 +39,25 @@ class RemapOffloader(BaseOffloader):
         self._whole = False
 
     @contextmanager
-    def entered(self, tenant: Any, phase: str, tokens: int) -> Iterator[None]:
-        """One pass of the tenant.
+    def entered(self, tenant: Any, phase: str, tokens: int, whole: bool | None = None) -> Iterator[None]:
+        """One pass of the tenant. whole: whether it may be a graph of the whole pass, as all ranks have agreed; None: this rank
+        decides.
 
         Raises InvalidState (fields waited, layers) if not every layer waited, unless vLLM replayed a graph of the whole pass
-        while none had to: the pass has then computed with wrong bytes.
+        while none had to: the pass has then computed with wrong bytes. And (field tenant) where ranks have agreed on such a graph
+        and a layer here has to wait: no pass was made.
         """
         set_offloader(self)  # another engine of this process may have set its own
         with tenant.forward(phase, tokens):
+            settled = internals(tenant).seen and not tenant.streaming
+            if whole and not settled:
+                raise InvalidState(
+                    f"layers of {tenant.name} stream, and the ranks have agreed on a graph in which no layer waits; no pass was "
+                    "made; serve with --enforce-eager, and report this",
+                    tenant=tenant.name,
+                )
             self._tenant, self._waited, self._whole = tenant, 0, False
-            self._may_be_whole = internals(tenant).seen and not tenant.streaming
+            self._may_be_whole = settled if whole is None else whole
             try:
                 yield
             finally:

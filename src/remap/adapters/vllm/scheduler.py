@@ -86,6 +86,8 @@ class Scheduler(Base):
             if link.local or link.group.target[0] or wanted + self._reserve > free:
                 link.step(wanted, free, can_wait=bool(self.running))  # who runs and lacks blocks asks again: `_grow`
         scheduled = super().schedule(*args, **kwargs)
+        if link is not None and scheduled.total_num_scheduled_tokens:
+            scheduled.remap_whole = link.may_be_whole()
         self._in_flight += scheduled.total_num_scheduled_tokens > 0
         return scheduled
 

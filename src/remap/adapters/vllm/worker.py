@@ -398,7 +398,8 @@ class RemapWorker:
         drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         decode = tokens - drafted == len(scheduler_output.num_scheduled_tokens)
         self._remap_guard_graphs()
-        with self.remap_offloader.entered(self.remap_rank.tenant, "decode" if decode else "prefill", tokens):
+        whole = getattr(scheduler_output, "remap_whole", None)
+        with self.remap_offloader.entered(self.remap_rank.tenant, "decode" if decode else "prefill", tokens, whole):
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
         self._remap_show()
         if decode and not self._remap_told:
@@ -424,7 +425,9 @@ class RemapWorker:
         if self.remap_rank is None:
             return super().execute_dummy_batch()  # type: ignore[misc]
         self._remap_guard_graphs()
-        with self.remap_rank.awake(), self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1):
+        # Of several ranks none knows what the others would replay.
+        whole = None if self.vllm_config.parallel_config.world_size == 1 else False
+        with self.remap_rank.awake(), self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1, whole):
             return super().execute_dummy_batch()  # type: ignore[misc]
 
     def _remap_guard_graphs(self) -> None:
@@ -453,6 +456,11 @@ class RemapWorker:
     def remap_may_move(self) -> bool:
         """Whether `remap_move` knows this model runner."""
         return engine_internals.can_rename_blocks(self.model_runner)
+
+    def remap_settled(self) -> bool:
+        """Whether no layer of this rank has anything to wait for, until the scheduler changes something."""
+        tenant = self.remap_rank.tenant
+        return bool(internals(tenant).seen and not tenant.streaming)
 
     def remap_snapshot(self) -> dict[str, Any]:
         """`session.snapshot()` of this rank, as plain values: it may cross processes."""
