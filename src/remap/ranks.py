@@ -44,8 +44,8 @@ __all__ = ["Rank", "RankGroup", "RankReport", "ids", "runs"]
 
 logger = logging.getLogger("remap.ranks")
 
-_PATIENT_S, _AGAIN_S = 0.25, 0.005
-"""How long a step waits for other processes, and how often it looks."""
+_PATIENT_S, _AGAIN_S, _WAKE_AGAIN_S = 0.25, 0.005, 0.05
+"""How long a step waits for other processes, and how often it looks; how often who has no pages asks for some."""
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -89,14 +89,16 @@ def ids(found: Runs) -> set[int]:
 
 
 class Rank:
-    """One rank's tenant. Call its methods between passes."""
+    """One rank's tenant. Call its methods between passes.
+
+    decides: whether it decides for itself, and an engine holds its blocks: rank 0. The others follow."""
 
     def __init__(
         self, session: Session, tenant: Tenant, rank: int, cold_s: float | None = None, turn_s: float = TURN_S
     ) -> None:
         """cold_s: after so many seconds asleep it gives its pages up; None: when another process needs them. turn_s: how long it
         serves, at least, while another process waits for these (see `turn_over`)."""
-        self.session, self.tenant, self.rank = session, tenant, rank
+        self.session, self.tenant, self.rank, self.decides = session, tenant, rank, not rank
         self._cold_s, self._timer = cold_s, threading.Timer(0.0, self._cold_by_itself)  # of the sleep that began last
         self.turn = ProcessTurn(session, (tenant.name,), turn_s)
         self._turning = threading.Lock()  # asleep, or not: the timer's thread must not find it half way
@@ -117,14 +119,14 @@ class Rank:
         in use. None: the engine is in another process and calls `returned`.
         """
         self._left = left
-        self.tenant.kv.subscribe(self._changed, external=self.rank == 0)
+        self.tenant.kv.subscribe(self._changed, external=self.decides)
 
     def report(self, unmet: int = 0, reason: str = "") -> RankReport:
         """The present state."""
         return RankReport(runs(internals(self.tenant).kv.pool.open_ids()), self._target, unmet, reason)
 
     def step(self, blocks: int, free: int, anyway: bool = False, can_wait: bool = False) -> RankReport | None:
-        """Rank 0 decides (`Session.step`). Returns None on other ranks, and if nothing has changed (and nothing is `short`).
+        """Decide (`Session.step`). Returns None on ranks that follow, and if nothing has changed (and nothing is `short`).
 
         blocks: demand. free: blocks of the engine that are free. anyway: no request can run before there are that many
         blocks, so remap as many layers as they take, at any cost. can_wait: see `Demand`; else wait for what other processes
@@ -132,7 +134,7 @@ class Rank:
 
         Logs a change that fails; the engine then goes on with the blocks that it has. Raises ArenaBroken only.
         """
-        if self.rank:
+        if not self.decides:
             return None
         self._fresh.clear()
         target, self._told = self._target, False
@@ -199,6 +201,9 @@ class Rank:
         A layer that cannot come home at once streams until it can. None: layers have no pages, and there are none to be had now
         (logged, seldom); nothing has changed, and the engine asks again while it has requests.
         """
+        return self._wake()
+
+    def _wake(self) -> RankReport | None:
         self._timer.cancel()
         with self._turning:
             if not self.tenant.active:
@@ -242,24 +247,33 @@ class Rank:
             self._timer.start()
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def awake(self, waits_s: float) -> Iterator[None]:
         """For a pass without requests, which others in lockstep wait for: `wake`, and `sleep` behind it, if the tenant sleeps.
-        The engine hands out no block meanwhile. Raises InvalidState (field tenant) if `wake` is refused; nothing changed then.
-        """
+        The engine hands out no block meanwhile. Raises OutOfMemory as `wake_within`; nothing changed then."""
         if not self._asleep:
             yield
             return
-        report = self.wake()
-        if report is None:
-            raise InvalidState(
-                f"{self.tenant.name} sleeps, and other processes have the pages of its layers; no pass was made; ask again",
-                tenant=self.tenant.name,
-            )
+        report = self.wake_within(waits_s)
         try:
             yield
         finally:
             self._lost.update(ids(report.lost))  # the engine has not heard of them
             self.sleep()
+
+    def wake_within(self, waits_s: float) -> RankReport:
+        """Ask for what `wake` asks for, again and again. Raises OutOfMemory (fields tenant, waited_s) if other processes give nothing
+        for so many seconds."""
+        end = time.monotonic() + waits_s
+        while (report := self._wake()) is None:
+            if time.monotonic() > end:
+                raise OutOfMemory(
+                    f"a pass of {self.tenant.name} was to be made without a request, and for {waits_s:g} s no other process gave "
+                    "the pages of its layers; none was made; start it while others are idle, or give the broker more memory",
+                    tenant=self.tenant.name,
+                    waited_s=waits_s,
+                )
+            time.sleep(_WAKE_AGAIN_S)
+        return report
 
     def turn_over(self) -> bool:
         """Whether the engine is to pause its requests, let go of its blocks, and `give_turn`, for another process waits
@@ -298,9 +312,12 @@ class Rank:
 
     def returned(self, ids: Sequence[int]) -> None:
         """Take back blocks that had to leave and that the engine does not use any more."""
-        if not self.rank:
-            self._held.difference_update(ids)
-            self.tenant.kv.returned(ids)
+        if self.decides:
+            self._return(ids)
+
+    def _return(self, ids: Sequence[int]) -> None:
+        self._held.difference_update(ids)
+        self.tenant.kv.returned(ids)
 
     @contextmanager
     def _serving_on(self) -> Iterator[None]:
@@ -310,7 +327,8 @@ class Rank:
         except ArenaBroken:
             raise
         except Error as error:
-            self._failed.warn("rank 0: %s; serving goes on with %s layers remapped", error, self.tenant.remapped)
+            text = "rank %d: %s; serving goes on with %s layers remapped"
+            self._failed.warn(text, self.rank, error, self.tenant.remapped)
 
     def _await(self, blocks: int) -> int:
         """Wait for `blocks` blocks more. Returns how many are still missing."""
@@ -342,7 +360,7 @@ class Rank:
         return int(self.tenant.remapped), internals(self.tenant).buffers  # ranks stream whole layers
 
     def _go(self, target: tuple[int, int]) -> None:
-        advanced.remap(self.session, self.tenant.name, target[0], max(1, target[1]), "nested", drain=self.rank == 0)
+        advanced.remap(self.session, self.tenant.name, target[0], max(1, target[1]), "nested", drain=self.decides)
 
     def _changed(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
         self._told = True
@@ -351,17 +369,17 @@ class Rank:
         # it.
         self._zero(runs(block for block in added if block not in self._held))
         self._held.difference_update(added)
-        if self.rank:
+        if not self.decides:
             return
         self._fresh.update(added)
         self._held.update(withdrawn)
         if self._left is not None:
-            self.returned(self._left(self.report()))
+            self._return(self._left(self.report()))
         elif self._asleep:
             self._lost.update(withdrawn)
-            self.returned(withdrawn)
+            self._return(withdrawn)
         elif self._undoing:
-            self.returned([block for block in withdrawn if block in self._fresh])
+            self._return([block for block in withdrawn if block in self._fresh])
 
     def _zero(self, new: Runs) -> None:
         size = self.tenant.kv.spec.block_bytes
@@ -403,6 +421,10 @@ class RankGroup:
     def step(self, blocks: int, free: int, anyway: bool = False, can_wait: bool = False) -> RankReport | None:
         """`Session.step` for all ranks; see `Rank.step`. Returns None if nothing has changed."""
         return self._agree(self._ask("step", blocks, free, anyway, can_wait)[0])
+
+    def returned(self, blocks: Sequence[int]) -> None:
+        """As `Rank.returned`, on all ranks."""
+        self._ask("returned", blocks)
 
     def home(self) -> RankReport | None:
         """Bring all layers home on all ranks, as soon as the blocks in their pages have left.

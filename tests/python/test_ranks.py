@@ -17,7 +17,7 @@ from sharing_worlds import set_times, times_of
 
 import remap
 from remap import _core
-from remap.errors import InvalidState
+from remap.errors import InvalidState, OutOfMemory
 from remap.internals import internals
 from remap.ranks import Rank, RankGroup, RankReport, ids, runs
 
@@ -175,21 +175,25 @@ def test_a_pass_without_requests_wakes_an_engine_that_sleeps_for_as_long(worlds:
     world = worlds(1)
     (rank,) = world.ranks
     world.finish(list(world.used))
-    with rank.awake():
+    with rank.awake(0.0):
         forward(rank.session, rank.tenant, world.layers)  # awake already
     assert rank.tenant.active
     rank.sleep()
     rank._lost.add(3)  # another process had its page, and it is open again
-    with rank.awake():
+    with rank.awake(0.0):
         forward(rank.session, rank.tenant, world.layers)
     assert not rank.tenant.active
     woken = rank.wake()
     assert woken is not None and ids(woken.lost) == {3}, "the engine hears of it when it wakes"
     rank.sleep()
+    asked: list[int] = []
+    rank.turn.may_begin = lambda: asked.append(1) or len(asked) > 3
+    with rank.awake(60.0):  # those that wait for its pass would wait for ever if it ended
+        assert rank.tenant.active and len(asked) == 4
     rank.turn.may_begin = lambda: False
-    with pytest.raises(InvalidState, match="ask again"), rank.awake():
+    with pytest.raises(OutOfMemory, match="the pages of its layers") as caught, rank.awake(0.0):
         pass
-    assert not rank.tenant.active
+    assert not rank.tenant.active and caught.value.fields["waited_s"] == 0.0
 
 
 @pytest.mark.parametrize("asleep", [True, False])

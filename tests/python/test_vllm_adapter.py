@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import remap
 from remap import advanced, ranks
 from remap.adapters.settings import Settings
-from remap.adapters.vllm import engine_internals
+from remap.adapters.vllm import apart, engine_internals
 from remap.adapters.vllm.reach import Reach
 from remap.adapters.vllm.served import HOST_KV, UNSERVED, refuse_unserved
 from remap.errors import InvalidState
@@ -170,13 +170,14 @@ NOT_VLLMS = {
     "torch's": "bias buffers clone copy_ cpu data detach device dtype float is_meta long max modules"
     " flatten named_children ndim numel parameters shape squeeze to view weight",
     "prometheus_client's": "add_metric register",
-    "ours, on objects of vLLM's": "bind cpu_linear first remap",
+    "ours, on objects of vLLM's": "bind cpu_linear first remap remap_whole",
     "of models; without it nothing is done": "cos_sin_cache load_weights",
     "not in 0.31, where nobody calls what overrides it": "compute_weight_checksums drain_pending",
     "of calls that a trainer makes, on what vLLM has where it can": "update_weights weight_transfer_engine",
     "of the kernel for latent attention on a CPU, which is there if a model has come so far": "do_kv_cache_update impl"
     " gather_mla_context_cache_cpu",
-    "of one version or one configuration, and asked for with a default": "blocks_per_kv_block pcp_manager use_hybrid_blocks",
+    "of one version or one configuration, and asked for with a default": "blocks_per_kv_block kv_cache_block_copies local_rank"
+    " new_block_ids_to_zero pcp_manager use_hybrid_blocks",
 }
 OURS = {"tenant", "tensors"}
 """Parameters of any type that are not vLLM's objects."""
@@ -257,7 +258,9 @@ class Uses(ast.NodeVisitor):
 
 def used() -> set[str]:
     found: set[str] = set()
-    for path in Path(engine_internals.__file__).parent.glob("*.py"):
+    for path in set(Path(engine_internals.__file__).parent.glob("*.py")) - {
+        Path(apart.__file__)
+    }:  # which knows no vLLM
         found |= Uses(ast.parse(path.read_text(encoding="utf-8"))).found
     return found
 
@@ -705,6 +708,7 @@ def test_a_turn_ends_when_no_step_is_in_flight_and_no_request_has_a_block(
         wake=lambda: not did,
         give_turn=lambda: did.append("gives"),
         local=False,
+        may_be_whole=lambda: None,
     )
     link.group, link.books = SimpleNamespace(target=(0, 1)), SimpleNamespace(leaving=set())
     link.rest = lambda: did.append("rests")
@@ -909,7 +913,7 @@ def worker(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     tenant = session.attach(model, name="vllm", kv=spec)
     models.logits_of(model, models.ids_for(1, 8))
     made.model_runner, made.remap_rank = Runner(model, 400), SimpleNamespace(session=session, tenant=tenant)
-    made._remap_trial = False
+    made._remap_trial, made._remap_settings = False, SimpleNamespace(turn_s=5.0)
     made.remap_offloader, made._remap_before = vllm.worker.RemapOffloader(), []
     made.vllm_config = SimpleNamespace(additional_config={})
     monkeypatch.setattr(vllm.worker, "weights_left_in_place", lambda packed: nullcontext())
@@ -1165,7 +1169,7 @@ def test_a_pass_that_checks_drafts_is_a_decode(
 
     entered: list[tuple[str, int]] = []
 
-    def enter(tenant: Any, phase: str, tokens: int) -> Any:
+    def enter(tenant: Any, phase: str, tokens: int, *whole: Any) -> Any:
         entered.append((phase, tokens))
         return nullcontext()
 

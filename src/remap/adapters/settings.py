@@ -35,7 +35,7 @@ and does nothing.
     REMAP_CPU_LINEAR=exact    exact or packed: kernels of linear layers on a CPU (vLLM; see vllm/cpu_linear.py)
     REMAP_ARENA=shared        engines of one process that give the same name share one arena of REMAP_CAPACITY (vLLM)
     REMAP_ARENA=unix:PATH     engines of any process share the pages of the broker there (`remap serve --socket PATH --capacity
-                              24GiB`); capacity and page size are the broker's
+                              24GiB`); capacity and page size are the broker's; {device} in PATH: a rank's device (vLLM)
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ MIB = 1 << 20
 WEIGHTS, FIRST, NEEDED = 26, 8, 18
 """MiB of the model's weights; of the KV cache for one request of the greatest length; and for the burst, about."""
 CAPACITY = 2 * WEIGHTS + FIRST + NEEDED + 2
+RANK = (WEIGHTS + FIRST) // 2 + 2
+"""MiB of one of two ranks: too few for the burst by some layers."""
+APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
-@pytest.fixture
-def socket(tmp_path: Path) -> Iterator[Path]:
-    """Of `remap serve`."""
-    path = tmp_path / "broker"
-    command = [sys.executable, "-m", "remap", "serve", "--socket", str(path), "--capacity", f"{CAPACITY}MiB"]
+@contextmanager
+def serving(path: Path, mib: int) -> Iterator[Path]:
+    """`remap serve` with so much memory."""
+    command = [sys.executable, "-m", "remap", "serve", "--socket", str(path), "--capacity", f"{mib}MiB"]
     process = subprocess.Popen(
         [*command, "--page-bytes", "64KiB"],
         env=environment(),
@@ -38,6 +41,13 @@ def socket(tmp_path: Path) -> Iterator[Path]:
         yield path
     finally:
         end(process)
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Iterator[Path]:
+    """Of `remap serve`."""
+    with serving(tmp_path / "broker", CAPACITY) as path:
+        yield path
 
 
 def on(socket: Path, name: str, **more: Any) -> dict[str, Any]:
@@ -85,20 +95,35 @@ def test_each_grows_by_what_the_other_does_not_use(vllm: Vllm, socket: Path, tmp
 def test_what_cannot_join_does_not_start_and_says_why(vllm: Vllm, socket: Path) -> None:
     given = on(socket, "")["settings"]
 
-    def refused(name: str, engine: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-        run = {**remap(name, [], **(engine or {})), "settings": {**given, **settings}}
-        return {**run, "refused": True}
+    def refused(name: str, **settings: Any) -> dict[str, Any]:
+        return {**remap(name, []), "settings": {**given, **settings}, "refused": True}
 
     run = vllm.serve(
         [
             refused("nobody", arena="unix:/nonexistent/broker"),
             refused("capacity", capacity="1GiB"),
             refused("page", page_bytes="2MiB"),
-            refused("ranks", {"tensor_parallel_size": 2}),
         ]
     )
     said = {name: (each.get("error"), each.get("text", "")) for name, each in run.items()}
     assert said["nobody"][0] == "InvalidArgument" and "remap serve --socket /nonexistent/broker" in said["nobody"][1]
     assert said["capacity"][0] == "InvalidArgument" and f"has {CAPACITY * MIB}" in said["capacity"][1]
     assert said["page"][0] == "InvalidArgument" and "REMAP_PAGE_BYTES" in said["page"][1]
-    assert "error" in run["ranks"] and "2 ranks would get different pages" in vllm.said()  # a worker's, far up
+
+
+@pytest.mark.parametrize("sockets", [1, 2])
+def test_two_ranks(vllm: Vllm, tmp_path: Path, sockets: int) -> None:
+    """Each rank wins other pages, of one broker or, as GPUs have them, of one each. The first round needs layers as well; the
+    second is the same requests, some of whose blocks are in the prefix cache."""
+    half = {"tensor_parallel_size": 2, "enable_prefix_caching": True}
+    plenty = answers(vllm.serve([stock("plenty", [BURST, BURST], **half)], **APART)["plenty"])
+    with ExitStack() as undo:
+        for number in range(sockets):
+            undo.enter_context(serving(tmp_path / f"broker-{number}", RANK * 2 // sockets))
+        arena = f"unix:{tmp_path}/broker-{'{device}' if sockets > 1 else 0}"
+        run = {**remap("remap", [BURST, BURST], **half), "settings": {**SETTINGS, "arena": arena}}
+        found = vllm.serve([run], **APART)["remap"]
+    assert answers(found) == plenty
+    assert all(rank["copies"] > 0 for rank in found["ranks"]), found["ranks"]
+    assert any("reload 1 layers" in reason for reason in found["decisions"])
+    assert all(max(each["cached"]) > 0 for each in found["rounds"][1:])

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -58,6 +58,9 @@ _FIELDS = (
     ("vllm.v1.core.sched.scheduler", "Scheduler", "waiting has_unfinished_requests reset_prefix_cache"),
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "schedule"),
     ("vllm.v1.core.sched.output", "SchedulerOutput", "num_scheduled_tokens total_num_scheduled_tokens"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", "scheduled_new_reqs scheduled_cached_reqs"),
+    ("vllm.v1.core.sched.output", "NewRequestData", "block_ids"),
+    ("vllm.v1.core.sched.output", "CachedRequestData", "new_block_ids"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool coordinator get_block_ids watermark_blocks"),
     ("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "single_type_managers"),
     ("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager", "block_size req_to_blocks"),
@@ -542,6 +545,22 @@ def _rename_on_device(runner: Any, moves: dict[int, int]) -> None:
             names = torch.arange(runner.kv_cache_config.num_blocks, dtype=rows.dtype, pin_memory=rows.is_cuda)
             names[list(moves)] = torch.tensor(list(moves.values()), dtype=rows.dtype)
             rows.copy_(names.to(rows.device, non_blocking=True)[rows.long()])
+
+
+def translate(scheduled: Any, places: Mapping[int, int]) -> None:
+    """Replace the scheduler's block ids in this rank's copy of a SchedulerOutput. places: id there -> id here."""
+
+    def here(groups: Any) -> Any:
+        return groups and tuple([places[block] for block in group] for group in groups)
+
+    for request in scheduled.scheduled_new_reqs:
+        request.block_ids = here(request.block_ids)
+    cached = scheduled.scheduled_cached_reqs
+    cached.new_block_ids = [here(groups) for groups in cached.new_block_ids]
+    zeroed = getattr(scheduled, "new_block_ids_to_zero", None)
+    scheduled.new_block_ids_to_zero = zeroed and [places[block] for block in zeroed]
+    copies = getattr(scheduled, "kv_cache_block_copies", None)
+    scheduled.kv_cache_block_copies = copies and [type(each)(*(places[block] for block in each)) for each in copies]
 
 
 def can_rename_blocks(runner: Any) -> bool:

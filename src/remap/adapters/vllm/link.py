@@ -10,6 +10,7 @@ from remap.joined import UNIX
 from remap.ranks import RankGroup, RankReport, Runs, ids
 
 from . import engine_internals
+from .apart import Apart
 
 __all__ = ["PoolIds", "RankLink"]
 
@@ -85,15 +86,15 @@ class RankLink:
         ranks = executor.parallel_config.world_size
         # The worker, if it lives in this process: it then reports changes that other tenants cause at once.
         self._local = getattr(getattr(executor, "driver_worker", None), "worker", None) if ranks == 1 else None
-        self.group = RankGroup(self._ask, ranks)
+        manifest = self._rpc("remap_manifest")[0]
+        self._joined = manifest["arena"].startswith(UNIX)
+        self.group = (Apart if self._joined and ranks > 1 else RankGroup)(self._ask, ranks)
         books.open_now(self.group.opened)  # ids that this parks never had pages: there is nothing to return
         self._ask("listen", self._heard if self._local is not None else None)
         self.may_move = all(self._rpc("remap_may_move"))
-        manifest = self._rpc("remap_manifest")[0]
         self.first = max(len(books.opened), manifest["first_blocks"])  # of an engine that starts cold the latter
         self.sharing = bool(manifest["arena"])
         """Whether other tenants may have pages now that this one gets later."""
-        self._joined = manifest["arena"].startswith(UNIX)
         self._asleep = self._settled = False
         self._looked_s = 0.0
         if self.sharing:
@@ -121,12 +122,15 @@ class RankLink:
         it sleeps on, and the pool is not to be touched."""
         if self._asleep:
             reports = self._ask("wake")
+            for report in reports if self._local is None else ():  # else it has heard of each change at once
+                self.books.forget(() if report is None else report.lost)
             if any(report is None for report in reports):
+                if self.group.ranks > 1:
+                    self._ask("sleep")  # none keeps pages while another has none
                 return False
             opened = self.group.woken(reports)
             self._asleep = self._settled = False
-            if self._local is None:  # else it has heard of each change at once
-                self.books.forget(reports[0].lost)
+            if self._local is None:
                 self.books.open_now(opened)
         return True
 
@@ -135,10 +139,11 @@ class RankLink:
         that one has not written (vLLM's reduction of a graph has buffers of its own). None: there is one rank, which knows.
 
         Layers come home at another moment on each rank, so after a change all are asked until none has anything to wait for. From
-        then on only this object's next call changes that, and no pass is without one in which all agree."""
+        then on only this object's next call changes that. Not so on a broker's pages, which come and go by themselves: no pass is
+        one graph."""
         if self.group.ranks == 1:
             return None
-        if not self._settled and not self.group.target[0]:
+        if not self._settled and not self.group.target[0] and not self._joined:
             self._settled = all(self._rpc("remap_settled"))
         return self._settled
 
@@ -151,7 +156,7 @@ class RankLink:
             if now - self._looked_s < _LOOK_S:
                 return False
             self._looked_s = now
-        return bool(self._ask("turn_over")[0])
+        return any(self._ask("turn_over"))
 
     def give_turn(self) -> None:
         """No request has a block: the engine sleeps, and others have what they wait for."""
@@ -198,7 +203,7 @@ class RankLink:
 
     def _give_back(self, blocks: list[int]) -> None:
         if blocks:
-            self._ask("returned", blocks)
+            self.group.returned(blocks)
 
     def _ask(self, method: str, *args: Any) -> list[Any]:
         return self._rpc("remap_call", method, *args)

@@ -16,10 +16,9 @@ import gc
 import logging
 import math
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +39,7 @@ from remap.session import Session
 from remap.tenant import Tenant
 
 from . import engine_internals, metrics
+from .apart import RankApart
 from .cpu_linear import weights_left_in_place
 from .offloader import RemapOffloader
 from .reach import Reach
@@ -50,7 +50,7 @@ logger = logging.getLogger("vllm.remap")  # vLLM shows only messages of its own 
 
 NAME = "vllm"
 _TRIED = 8  # tokens of the passes that try a version newer than the tested ones
-_WAKE_TURNS, _WAKE_AGAIN_S = 60, 0.05  # how long, and how often, a start asks other processes for pages
+_WAKE_TURNS = 60  # how long a pass without requests waits for the pages that it needs: turns of other processes
 
 
 def _writes(name: str) -> Callable[..., Any]:
@@ -68,8 +68,11 @@ class RemapWorker:
     vllm_config: Any
     cache_config: Any
     rank: int
+    local_rank = 0
     weight_transfer_engine: Any
     _remap_writing = False  # a call writes weights
+    _remap_ranks = 1
+    _remap_apart = False  # of several ranks each has a broker's pages: other ones than the others
 
     # -- starting --------------------------------------------------------------------------------------------------
 
@@ -86,14 +89,8 @@ class RemapWorker:
             )
         engine_internals.admit_config(self.vllm_config)  # again, unless the worker was given by a flag
         settings = self._remap_read(1)
-        arena, parallel = settings.arena, self.vllm_config.parallel_config
-        if settings.joins and parallel.world_size > 1:
-            raise InvalidState(
-                f"REMAP_ARENA={arena}: {parallel.world_size} ranks would get different pages of a broker, and so different "
-                "blocks; the engine was not started; use one rank, or name no broker",
-                arena=arena,
-                ranks=parallel.world_size,
-            )
+        arena, self._remap_ranks = settings.arena, self.vllm_config.parallel_config.world_size
+        self._remap_apart = settings.joins and self._remap_ranks > 1
         if arena and self.vllm_config.kv_transfer_config is not None:
             raise InvalidState(
                 f"KV in host memory, and the arena {arena!r} that engines of this process share: vLLM has one KV connector in a "
@@ -155,6 +152,13 @@ class RemapWorker:
         if joins:
             capacity = shared(settings.arena).join(settings, _device())
             own = min(own, longest)
+            if self._remap_apart and _least(capacity) != capacity:
+                raise InvalidState(
+                    f"the broker at {settings.arena} has {capacity} bytes, and another rank's fewer; the engine was not started; "
+                    "start the brokers of all ranks with the same --capacity",
+                    arena=settings.arena,
+                    capacity=capacity,
+                )
         else:
             assert settings.capacity is not None  # read above
             capacity = settings.capacity
@@ -163,7 +167,7 @@ class RemapWorker:
         self._remap_plain, self._remap_rounding = own, size.pages(page) * page - size.nbytes
         self._remap_page, self._remap_weights = page, size.pages(page) * page
         first = own if settings.arena else capacity - self._remap_weights
-        if self.vllm_config.parallel_config.world_size > 1:  # all ranks open the same blocks
+        if self._remap_ranks > 1:  # all ranks open the same blocks
             first = _least(first)
         reach = self._remap_reach = Reach(size, page, block, first)
         if reach.first < 1:
@@ -174,6 +178,8 @@ class RemapWorker:
                 weights=self._remap_weights,
             )
         most = reach.reached_of(capacity) if settings.arena else reach.reached(settings.max_layers)
+        if self._remap_apart:  # a block of the engine's may lie in any page here
+            most = -(-capacity // reach.block)
         if settings.max_tokens is not None:
             most = min(
                 most, max(reach.first, engine_internals.bytes_of_tokens(specs, settings.max_tokens) // reach.block)
@@ -225,17 +231,8 @@ class RemapWorker:
     def _remap_wake(self) -> None:
         """Bring the layers of a model that started cold: they come home, or stream one after another where others keep the
         pages. The scheduler lets it sleep again until its first request. Raises OutOfMemory if nobody gives any in many turns."""
-        rank, waits_s = self.remap_rank, _WAKE_TURNS * self._remap_settings.turn_s
-        end = time.monotonic() + waits_s
-        while rank.wake() is None:
-            if time.monotonic() > end:
-                raise OutOfMemory(
-                    f"passes are run before this engine serves, and for {waits_s:g} s no other process gave the pages of its "
-                    "layers; the engine was not started; start it while others are idle, or give the broker more memory",
-                    weights=self._remap_weights,
-                    waited_s=waits_s,
-                )
-            time.sleep(_WAKE_AGAIN_S)
+        rank = self.remap_rank
+        rank.wake_within(self._remap_waits_s)
         # All have loaded behind it: vLLM's own passes before the first request wait for no layer.
         with self.remap_offloader.entered(rank.tenant, "prefill", _TRIED):
             engine_internals.dummy_pass(self.model_runner, _TRIED)
@@ -285,7 +282,7 @@ class RemapWorker:
         }
         settings = Settings.read(merged, capacity)
         assert settings is not None
-        return settings
+        return replace(settings, arena=settings.arena.replace("{device}", str(self.local_rank)))
 
     def _remap_attach(self, kv_cache_config: Any) -> None:
         model, layers = self.model_runner.get_model(), self.remap_offloader.layers
@@ -334,7 +331,8 @@ class RemapWorker:
             undo.pop_all()
         if settings.link is not None:
             internals(tenant).calibrate_link(settings.link)
-        self.remap_rank = Rank(session, tenant, self.rank, settings.cold_s if settings.joins else None, settings.turn_s)
+        given = session, tenant, self.rank, settings.cold_s if settings.joins else None, settings.turn_s
+        self.remap_rank = RankApart(*given, renamed=self._remap_rename) if self._remap_apart else Rank(*given)
         engine_internals.around_loading(model, partial(self._remap_write, "load_weights"))
         self._remap_gauges = (
             metrics.Writer(engine_internals.engine_index(self.vllm_config), most) if self.rank == 0 else None
@@ -393,6 +391,8 @@ class RemapWorker:
 
     def execute_model(self, scheduler_output: Any) -> Any:
         tokens = scheduler_output.total_num_scheduled_tokens
+        if self._remap_apart and self.rank:
+            engine_internals.translate(scheduler_output, self.remap_rank.places)
         if not tokens or self.remap_rank is None:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
@@ -421,14 +421,21 @@ class RemapWorker:
 
     def execute_dummy_batch(self) -> None:
         """As vLLM's, beside the passes of its other engines (data parallelism): one that sleeps wakes for it, since a pass needs
-        its layers. Raises InvalidState as `Rank.awake`."""
+        its layers; others wait for it, so it waits for many turns of other processes. Raises OutOfMemory as `Rank.awake`."""
         if self.remap_rank is None:
             return super().execute_dummy_batch()  # type: ignore[misc]
         self._remap_guard_graphs()
         # Of several ranks none knows what the others would replay.
-        whole = None if self.vllm_config.parallel_config.world_size == 1 else False
-        with self.remap_rank.awake(), self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1, whole):
+        whole = None if self._remap_ranks == 1 else False
+        with (
+            self.remap_rank.awake(self._remap_waits_s),
+            self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1, whole),
+        ):
             return super().execute_dummy_batch()  # type: ignore[misc]
+
+    @property
+    def _remap_waits_s(self) -> float:
+        return _WAKE_TURNS * self._remap_settings.turn_s
 
     def _remap_guard_graphs(self) -> None:
         offloader = self.remap_offloader
@@ -449,7 +456,13 @@ class RemapWorker:
 
     def remap_move(self, moves: dict[int, int]) -> None:
         """Move the contents of blocks, and replace their ids on this rank. moves: old id -> new id."""
+        if self._remap_apart and self.rank:
+            self.remap_rank.exchange(moves)
+            return
         internals(self.remap_rank.tenant).kv.move(list(moves.items()))
+        self._remap_rename(moves)
+
+    def _remap_rename(self, moves: dict[int, int]) -> None:
         engine_internals.rename_blocks(self.model_runner, moves)
         self._remap_moved += len(moves)
 
