@@ -261,8 +261,8 @@ class Rank:
             self.sleep()
 
     def wake_within(self, waits_s: float) -> RankReport:
-        """Ask for what `wake` asks for, again and again. Raises OutOfMemory (fields tenant, waited_s) if other processes give nothing
-        for so many seconds."""
+        """Ask for what `wake` asks for, again and again. Raises OutOfMemory (fields tenant, waited_s) if other processes give
+        nothing for so many seconds."""
         end = time.monotonic() + waits_s
         while (report := self._wake()) is None:
             if time.monotonic() > end:
