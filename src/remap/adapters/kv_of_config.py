@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["KVShape", "caches_of", "kv_shape"]
 
-_IN_BLOCKS = (DynamicLayer, DynamicSlidingWindowLayer)
+_BOTH = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")  # a state beside keys and values
+_IN_BLOCKS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    *(getattr(cache_utils, name) for name in _BOTH if hasattr(cache_utils, name)),
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ A layer with a sliding window holds all tokens here (a block has room for every 
 `DynamicSlidingWindowLayer` does. Such a cache can therefore always be cropped.
 
 A layer that keeps a state instead (a convolution's last inputs, a recurrence) has transformers' own layer, in memory of its
-own: the state's size does not grow with the tokens. A pass writes over it, so one that fails spoils it.
+own: the state's size does not grow with the tokens. A pass writes over it, so one that fails spoils it. So has the state of a
+layer that keeps both (`StateBlockLayer`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from remap.errors import InvalidArgument, InvalidState
 
@@ -303,6 +304,18 @@ class BlockLayer(CacheLayerMixin):
         return slots[1]
 
 
+class StateBlockLayer(BlockLayer, LinearAttentionLayer):
+    """A layer that keeps a state beside keys and values (Falcon-H1): the state is as transformers has it."""
+
+    lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]
+    crop = LinearAttentionLayer.crop
+    is_croppable = LinearAttentionLayer.is_croppable  # type: ignore[assignment]
+
+    def __init__(self, kept: Any, *of_blocks: Any) -> None:
+        BlockLayer.__init__(self, *of_blocks)
+        vars(self).update(copy.deepcopy(vars(kept)))
+
+
 class PagedCache(Cache):
     """The cache of one batch. `Attached.cache()` makes it; `reset()` frees its blocks, and so does its end of life.
 
@@ -325,12 +338,14 @@ class PagedCache(Cache):
         super().__init__(layers=[self._made(index, kept) for index, kept in enumerate(store.shape.kept)])
 
     def _made(self, index: int, kept: Any) -> Any:
+        stateful = isinstance(kept, LinearAttentionCacheLayerMixin)
         if isinstance(kept, CacheLayerMixin):
-            window = getattr(kept, "sliding_window", None)
-            self._layers.append(BlockLayer(self._batch, len(self._layers), window, index))
-            return self._layers[-1]
-        made = copy.deepcopy(kept)
-        if isinstance(made, LinearAttentionCacheLayerMixin):
+            of_blocks = self._batch, len(self._layers), getattr(kept, "sliding_window", None), index
+            self._layers.append(StateBlockLayer(kept, *of_blocks) if stateful else BlockLayer(*of_blocks))
+            made: Any = self._layers[-1]
+        else:
+            made = copy.deepcopy(kept)
+        if stateful:
             self._states[index] = made
         return made
 
@@ -433,7 +448,8 @@ class PagedCache(Cache):
         for layer, mine in zip(made._layers, self._layers):
             layer.tokens, layer.dtypes, layer.dims = self.table.tokens, mine.dtypes, mine.dims
         for index, state in self._states.items():
-            made.layers[index] = made._states[index] = copy.deepcopy(state)
+            here = {name: vars(state)[name] for name in vars(self._batch.store.shape.kept[index])}
+            vars(made._states[index]).update(copy.deepcopy(here))
         return made
 
     def _select(self, rows: list[int]) -> None:
@@ -453,8 +469,9 @@ class PagedCache(Cache):
         """transformers' own reset would keep the tensors, and the next batch may have another size."""
         self._batch.spoiled = False
         for index, state in self._states.items():
-            self.layers[index] = self._states[index] = made = copy.deepcopy(self._batch.store.shape.kept[index])
-            made.record_past = state.record_past
+            past = state.record_past
+            vars(state).update(copy.deepcopy(vars(self._batch.store.shape.kept[index])))
+            state.record_past = past
 
     def _check(self, unchanged: str) -> None:
         if self._batch.spoiled and self._states:
