@@ -18,7 +18,7 @@ SETTINGS = (
     ("structured outputs", "runs", "not tried", "not tried"),
     ("CUDA graphs", "accepted, has not run", "accepted, has not run", "refused"),
     ("`torch.compile`", "runs", "refused", "refused"),
-    ("tensor parallelism", "runs, also on brokers", "refused", "not tried"),
+    ("tensor parallelism", "runs, also on brokers", "runs; refused on a broker", "not tried"),
     ("pipeline parallelism", "refused", "refused", "not tried"),
     ("expert parallelism that moves experts", "refused", "refused", "none there"),
     ("LoRA", "runs", "refused", "runs (peft)"),

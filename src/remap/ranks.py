@@ -112,13 +112,13 @@ class Rank:
         self._told = False  # the step under way has changed the open ids
         self._failed = RateLimitedWarning(logger)
 
-    def listen(self, left: Callable[[RankReport], Sequence[int]] | None) -> None:
-        """Hand the blocks of rank 0 to the engine's allocator, and zero the open ones.
+    def listen(self, left: Callable[[RankReport], Sequence[int]] | None, zero: bool = True) -> None:
+        """Hand the blocks of rank 0 to the engine's allocator, and zero the open ones (not if passes go on on another stream).
 
         left(report): `Rank` calls it whenever the open ids have changed; it returns the ids that have left and are not
         in use. None: the engine is in another process and calls `returned`.
         """
-        self._left = left
+        self._left, self._zeroes = left, zero
         self.tenant.kv.subscribe(self._changed, external=self.decides)
 
     def report(self, unmet: int = 0, reason: str = "") -> RankReport:
@@ -349,9 +349,7 @@ class Rank:
         for layers in range(int(self.tenant.remapped) + 1, self.tenant.layers):
             if self.tenant.kv.usable_blocks >= enough:
                 break
-            with suppress(
-                InvalidArgument
-            ):  # so few of these layers can leave; the ring is larger than they are; more may do
+            with suppress(InvalidArgument):  # so few layers can leave; the ring is larger than they are; more may do
                 self._go((layers, 1))
         return max(0, enough - self.tenant.kv.usable_blocks)
 
@@ -367,7 +365,8 @@ class Rank:
         # New blocks hold weights or old KV. Attention kernels multiply values behind a sequence's end by zero, so these
         # values have to be finite. A block that was drained while in use and is open again holds its request's KV: keep
         # it.
-        self._zero(runs(block for block in added if block not in self._held))
+        if self._zeroes:
+            self._zero(runs(block for block in added if block not in self._held))
         self._held.difference_update(added)
         if not self.decides:
             return

@@ -85,11 +85,11 @@ class Tree:
         return len(self.ids)
 
 
-def runner_of(page_size: int = 1) -> Any:
+def runner_of(page_size: int = 1, ranks: int = 1) -> Any:
     return SimpleNamespace(
         model=models.make("llama"),
         model_config=SimpleNamespace(head_dim=16, v_head_dim=16, get_num_kv_heads=lambda tp: 2, context_len=64),
-        layer_info=SimpleNamespace(num_effective_layers=LAYERS), server_args=SimpleNamespace(tp_size=1),
+        layer_info=SimpleNamespace(num_effective_layers=LAYERS), server_args=SimpleNamespace(tp_size=ranks),
         use_mla_backend=False, is_hybrid_swa=False, is_draft_worker=False, kv_cache_dtype=torch.float32, page_size=page_size,
         device="cpu", gpu_id=0, max_total_num_tokens=0,
     )  # fmt: skip
@@ -104,6 +104,7 @@ class World:
         page_size: int = 1,
         capacity: int | None = 1600 << 10,
         version: str = versions.TESTED,
+        ranks: int = 1,
         **more: Any,
     ) -> None:
         for name in ("_adapter", "_settings", "_applied"):
@@ -113,7 +114,7 @@ class World:
         monkeypatch.setattr(hooks, "_controller", lambda settings: config)
         settings = Settings(capacity=capacity, page_bytes=PAGE, slowdown=1000.0, **more)
         hooks.configure(settings, version, applied=lambda target: True)
-        self.runner = runner_of(page_size)
+        self.runner = runner_of(page_size, ranks)
         hooks.around_alloc(self.allocate, self.runner)
         adapter = hooks.current()
         assert adapter is not None
@@ -185,6 +186,9 @@ class World:
             more = (self.scheduler.invariant_checker, self.scheduler.pool_stats_observer)
             assert {part.max_total_num_tokens for part in (*parts, *more)} == {tokens}
         usable = set(internals(self.tenant).kv.pool.open_ids()) | self.adapter.held.leaving
+        if self.adapter.rank.rank:  # its blocks close when rank 0's have left
+            assert usable >= self.adapter._opened
+            usable = self.adapter._opened | self.adapter.held.leaving
         assert 0 in usable or not self.tenant.active  # padded rows write there
         assert set(ours) == usable.intersection(range(1, self.allocator.num_pages + 1))
         remap.advanced.check(self.adapter.session)
@@ -443,9 +447,10 @@ def test_arguments_that_do_not_go_together_with_it_are_named(as_dict: bool):
         {"cuda_graph_config": config("compiled", as_dict), "disable_cuda_graph": True},
     ):
         versions.check_arguments(SimpleNamespace(**good))
+    versions.check_arguments(SimpleNamespace(tp_size=2))
     for name, value in (("tp_size", 2), ("speculative_algorithm", "EAGLE"), ("enable_memory_saver", True)):
         with pytest.raises(remap.InvalidState) as caught:
-            versions.check_arguments(SimpleNamespace(**{name: value}))
+            versions.check_arguments(SimpleNamespace(**{name: value}), joins=name == "tp_size")
         assert (caught.value.argument, caught.value.value) == (name, value)
     with pytest.raises(remap.InvalidState) as caught:
         versions.check_arguments(

@@ -14,6 +14,9 @@ versions.
     update_weights_...     the layers come home, SGLang writes into them, and the master copies get what it wrote; so do the
                            begin and the end of several updates
 
+With tensor parallelism each rank has a process, a scheduler and a session of its own. All call these hooks in the same order, and
+so meet in `Adapter._ask`: rank 0 decides, and all make the same change, or none (`remap.ranks`).
+
 With a broker's pages get_next_batch_to_run also ends the engine's turn when another process waits for its pages: SGLang retracts
 its requests, which wait in its queue, and schedules none until the pages are to be had again (`Adapter.may_run`).
 
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -41,7 +44,7 @@ from remap.internals import internals
 from remap.kv.spec import KVGeometry
 from remap.model.bind import find_layers, resolve_layers
 from remap.model.footprint import footprint
-from remap.ranks import Rank
+from remap.ranks import Rank, RankGroup, RankReport, ids
 from remap.rate_limited import RateLimitedWarning
 
 from . import trial, versions
@@ -66,7 +69,8 @@ class Adapter:
 
     def __init__(self, settings: Settings, runner: Any) -> None:
         """Attach the runner's model. On an error the session is closed again and the model is as it was."""
-        versions.check_arguments(runner.server_args)
+        versions.check_arguments(runner.server_args, settings.joins)
+        self._ranks = int(runner.server_args.tp_size)
         with ExitStack() as undo:
             self._attach(settings, runner, undo)
             undo.pop_all()
@@ -81,6 +85,7 @@ class Adapter:
             settings = replace(settings, capacity=there.capacity_bytes, page_bytes=there.page_bytes)
         capacity = settings.capacity
         assert capacity is not None  # `Settings.read` has it, or the broker
+        capacity = min(self._gather(capacity))
         layers = resolve_layers(runner.model, find_layers(runner.model))
         size = footprint(runner.model, layers)
         chosen = _CPU_PAGE if device == "cpu" else size.page_size(device, ranges=2 * len(layers))
@@ -116,6 +121,8 @@ class Adapter:
                 capacity=capacity,
                 weights=weights * page_bytes,
             )
+        if self._ranks > 1:  # no page is free beside these: ranks could use it differently
+            capacity = (weights + geometry.pages_for_blocks(first)) * page_bytes
         if not settings.joins:
             self.session = remap.Session(
                 capacity,
@@ -138,7 +145,9 @@ class Adapter:
             internals(self.tenant).calibrate_link(settings.link)
         self.spec = spec
         self.held = HeldIds(reserved=[_PADDING])
-        self.rank = Rank(self.session, self.tenant, 0, turn_s=settings.turn_s) if settings.joins else None
+        self.rank = Rank(self.session, self.tenant, versions.rank(self._ranks), turn_s=settings.turn_s)
+        self._opened: set[int] = set()  # ids that the allocator may hand out
+        self._streams = False  # on some rank, when they last met
         self.asleep = False
         """Other processes have the pages, or may have them: no request holds a block, and none runs."""
 
@@ -184,35 +193,60 @@ class Adapter:
         self.allocator = allocator
         self.held = HeldIds(reserved=[_PADDING], limit=self.pool.size // self.spec.block_tokens + 1)
         versions.replace_free(allocator, [])
-        self.tenant.kv.subscribe(self._changed, external=True)
+        self.group = RankGroup(self._ask, self._ranks)
+        self.rank.listen(self._heard if self._ranks == 1 else None, zero=False)
+        self._take(self.rank.report())
         self._publish()
 
     def restart(self) -> None:
         """Fill the free list again after the allocator was cleared."""
-        versions.replace_free(
-            self.allocator, self.held.restart(internals(self.tenant).kv.pool.open_ids(), self.tenant.kv.returned)
-        )
+        versions.replace_free(self.allocator, self.held.restart(sorted(self._opened), self.rank.returned))
         self._publish()
 
-    def _changed(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
+    def _heard(self, report: RankReport) -> list[int]:
+        """Open exactly the report's ids. Returns those that have left and are free."""
+        before, self._opened = self._opened, ids(report.open)
+        withdrawn = sorted(before - self._opened)
         if self.asleep:
             # In the thread that answers the broker: SGLang's lists stay as they are. They are made anew when it wakes.
-            self.tenant.kv.returned(list(withdrawn))
-            return
-        new = self.held.changed(added, withdrawn)
+            return withdrawn
+        new = self.held.changed(sorted(self._opened - before), withdrawn)
         if new:
             versions.append_free(self.allocator, new)
-        declined = self.held.declined()
-        if declined:
-            self.tenant.kv.returned(declined)
-        self._sweep()
+        return self.held.declined() + self._leave()
+
+    def _leave(self) -> list[int]:
+        """Take the drained ids that are free now, on every rank, out of the free list."""
+        if not self.held.leaving:
+            return []
+        found = versions.take_free(self.allocator, self.held.leaving)
+        gone = set.intersection(*map(set, self._gather(found)))
+        if len(gone) < len(found):
+            versions.append_free(self.allocator, sorted(set(found) - gone))
+        return self.held.leave(gone)
 
     def _sweep(self) -> None:
         """Give back drained ids that are free now."""
-        if self.held.leaving:
-            gone = self.held.leave(versions.take_free(self.allocator, self.held.leaving))
-            if gone:
-                self.tenant.kv.returned(gone)
+        self.rank.returned(self._leave())
+
+    def _take(self, report: RankReport | None) -> None:
+        """The change that all ranks have made reaches the allocator; of one rank alone it has done so already."""
+        if report is not None and self._ranks > 1:
+            self.rank.returned(self._heard(report))
+
+    def _ask(self, method: str, *args: Any) -> list[Any]:
+        """Each rank makes this call of its `Rank` now; all answers, in order. Whether layers stream is agreed by it, too."""
+        answers = self._gather((getattr(self.rank, method)(*args), self.tenant.streaming))
+        self._streams = self._ranks > 1 and any(streams for _, streams in answers)
+        return [answer for answer, _ in answers]
+
+    def _gather(self, own: Any) -> list[Any]:
+        return versions.gather(own) if self._ranks > 1 else [own]
+
+    @property
+    def streaming(self) -> bool:
+        """Whether a layer streams or is on its way, on any rank: a graph is replayed on all of them, or on none."""
+        return self._streams or self.tenant.streaming
 
     def _publish(self) -> None:
         versions.set_sizes(self.runner, self.scheduler, self.tokens)
@@ -266,7 +300,7 @@ class Adapter:
         """write(), which writes the model's weights; then the master copies have them, too. Layers that cannot come home stream
         them. Raises InvalidState (fields tenant, layers) if other processes have the layers' pages; nothing is written then.
         """
-        if self.rank is not None and self.asleep and not self._wake(self.rank):
+        if self.asleep and not self._wake():
             raise InvalidState(
                 f"other processes have the pages of {NAME}'s layers; nothing was written; update the weights when it serves",
                 tenant=NAME,
@@ -282,12 +316,13 @@ class Adapter:
         try:
             return trial.differs(self.runner, self.session, self.tenant)
         finally:
-            self._home()
+            self.rank.back(self.group.target)
+            self._publish()
 
     def _home(self) -> None:
         """Bring all layers home, as far as no request uses their pages."""
-        if self.tenant.remapped:
-            remap.advanced.remap(self.session, NAME, 0, 1, "nested", drain=True)
+        if self.group.target[0]:
+            self._take(self.group.home())
             if self.scheduler is not None:
                 self.drain(self.scheduler.tree_cache)
             self._step(0, 0)  # finishes what drained
@@ -300,10 +335,11 @@ class Adapter:
     def _step(self, wanted: int, free: int, can_wait: bool = False) -> None:
         self._sweep()
         held, layers = self.held.held, self.tenant.remapped
-        report = self.session.step({NAME: remap.Demand(blocks=wanted, free=free, can_wait=can_wait)})
+        report = self.group.step(wanted, free, can_wait=can_wait)
+        self._take(report)
         self._publish()
-        if self.held.held != held or self.tenant.remapped != layers:
-            why = report.reason.get(NAME, "")
+        if not self.rank.rank and (self.held.held != held or self.tenant.remapped != layers):
+            why = report.reason if report is not None else "blocks that drained have left"
             copied = self.session.snapshot().tenants[NAME].copied_bytes
             logger.info(
                 "remapped layers %d, tokens %d, bytes streamed %d: %s", self.tenant.remapped, self.tokens, copied, why
@@ -314,14 +350,14 @@ class Adapter:
     def may_run(self, scheduler: Any) -> bool:
         """Whether SGLang may schedule now. The engine's turn ends here when another process has waited for long enough, or waits
         and no request is here."""
-        if self.rank is None:
+        if not self.session.broker:
             return True
         idle = bool(scheduler.is_fully_idle())
         if not self.asleep and (self.rank.turn.others_wait() if idle else self.rank.turn_over()):
-            self._give_turn(self.rank, scheduler)
-        return not self.asleep or idle or self._wake(self.rank)
+            self._give_turn(scheduler)
+        return not self.asleep or idle or self._wake()
 
-    def _give_turn(self, rank: Rank, scheduler: Any) -> None:
+    def _give_turn(self, scheduler: Any) -> None:
         versions.retract(scheduler)
         cached = versions.evictable(scheduler.tree_cache)
         if cached:
@@ -330,14 +366,16 @@ class Adapter:
         self._publish()
         self.asleep = True
         try:
-            rank.give_turn()
+            self.rank.give_turn()
         except BaseException:
             self.asleep = not self.tenant.active
             raise
 
-    def _wake(self, rank: Rank) -> bool:
-        if rank.wake() is None:
+    def _wake(self) -> bool:
+        report = self.rank.wake()
+        if report is None:
             return False
+        self.group.woken([report])
         self.asleep = False
         self.restart()
         return True
@@ -487,7 +525,7 @@ def around_can_run(original: Any, graphs: Any, batch: Any) -> Any:
     none may be away or on its way then. Nothing changes that within the pass, which `around_forward` has opened.
     """
     adapter = _adapter
-    if adapter is not None and graphs.model_runner is adapter.runner and adapter.tenant.streaming:
+    if adapter is not None and graphs.model_runner is adapter.runner and adapter.streaming:
         return False
     return original(graphs, batch)
 

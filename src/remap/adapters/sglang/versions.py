@@ -27,12 +27,14 @@ __all__ = [
     "device_of",
     "evict",
     "evictable",
+    "gather",
     "geometry_of",
     "longest",
     "no_batch",
     "otherwise",
     "phase_of",
     "promised",
+    "rank",
     "refused",
     "replace_free",
     "retract",
@@ -117,9 +119,11 @@ _CALLED = {
 
 # argument -> the values that the adapter serves, and why it does not serve others
 _SERVED: dict[str, tuple[tuple[object, ...], str]] = {
-    "tp_size": ((1,), "every rank schedules for itself, and all of them would have to grow in the same step"),
     "pp_size": ((1,), "a stage has only some of the layers"),
     "dcp_size": ((1,), "block ids are then not rows of the pool"),
+    "attn_cp_size": ((1,), "ranks of a prompt's parts have not been tried"),
+    "enable_dp_attention": ((False,), "ranks schedule different requests, and all would have to grow in the same step"),
+    "ep_size": ((1,), "ranks with different experts have not been tried"),
     "speculative_algorithm": ((None,), "the draft model has a pool of its own"),
     "enable_lora": ((None, False), "adapters are merged around the layers' modules"),
     "enable_memory_saver": ((False,), "it unmaps the memory that layers lie in"),
@@ -171,8 +175,13 @@ def _place(target: str, takes: str | None) -> Touched:
     return Touched(".".join(parts[:-names]), ".".join(parts[-names:]), takes)
 
 
-def check_arguments(arguments: Any) -> None:
-    """Raises InvalidState (fields argument, value) for a server argument that the adapter does not serve."""
+def check_arguments(arguments: Any, joins: bool = False) -> None:
+    """Raises InvalidState (fields argument, value) for a server argument that the adapter does not serve. joins: a broker."""
+    ranks = getattr(arguments, "tp_size", 1)
+    if joins and ranks > 1:
+        raise _unserved(
+            "tp_size", ranks, "ranks would get different pages of a broker (REMAP_ARENA), and so different blocks"
+        )
     for name, (served, why) in _SERVED.items():
         value = getattr(arguments, name, served[0])
         if value not in served:
@@ -199,6 +208,25 @@ def device_of(runner: Any) -> str:
     """The session's device for a ModelRunner."""
     kind = str(runner.device).split(":", 1)[0]
     return kind if kind == "cpu" else f"{kind}:{runner.gpu_id}"
+
+
+def rank(ranks: int) -> int:
+    """This process's rank among those of tensor parallelism."""
+    if ranks == 1:
+        return 0
+    from sglang.srt.runtime_context import get_parallel  # the engine's own, there when this runs
+
+    return int(get_parallel().tp_rank)
+
+
+def gather(own: Any) -> list[Any]:
+    """What every rank of tensor parallelism passes here, in rank order. All have to call it at the same place."""
+    from sglang.srt.runtime_context import get_parallel  # the engine's own, there when this runs
+
+    group = get_parallel().tp_group
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, own, group=group.cpu_group)
+    return found
 
 
 def longest(runner: Any) -> int:
@@ -229,7 +257,7 @@ def geometry_of(runner: Any) -> dict[str, Any]:
         )
     return {
         "layers": runner.layer_info.num_effective_layers,
-        "kv_heads": config.get_num_kv_heads(1),
+        "kv_heads": config.get_num_kv_heads(runner.server_args.tp_size),
         "head_dim": config.head_dim,
         "block_tokens": runner.page_size,
         "dtype": str(dtype).removeprefix("torch."),
