@@ -124,6 +124,7 @@ _SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "attn_cp_size": ((1,), "ranks of a prompt's parts have not been tried"),
     "enable_dp_attention": ((False,), "ranks schedule different requests, and all would have to grow in the same step"),
     "ep_size": ((1,), "ranks with different experts have not been tried"),
+    "dwdp_size": ((1,), "ranks read each other's experts at addresses that they keep"),
     "speculative_algorithm": ((None,), "the draft model has a pool of its own"),
     "enable_lora": ((None, False), "adapters are merged around the layers' modules"),
     "enable_memory_saver": ((False,), "it unmaps the memory that layers lie in"),
