@@ -1,11 +1,12 @@
 """The families of models that people run, small and with random weights: what each engine's tests serve, and the rows of
 docs/notes/runs.md (`python tools/runs.py`).
 
-Needs neither torch nor transformers until a model is made.
+Needs neither torch nor transformers until a model is made: python families.py FAMILY FOLDER
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,15 +60,17 @@ _SMALLER = {
 @dataclass(frozen=True)
 class Family:
     """models: what is published of it, for example. architecture, config: classes of transformers. shape: of the small model.
-    engine: what vLLM is started with. sglang: whether it was tried. In vLLM and transformers every family runs: the tokens are
-    stock's, while layers leave and come home."""
+    engine: what vLLM is started with. published: what SGLang reads of published configurations, and these classes leave out.
+    sglang: "runs", or why stock SGLang does not on a CPU. What runs has stock's tokens, while layers leave and come home; in vLLM
+    and transformers that is every family."""
 
     models: str
     architecture: str
     config: str
     shape: dict[str, Any]
     engine: dict[str, Any] = field(default_factory=dict)
-    sglang: bool = False
+    published: dict[str, Any] = field(default_factory=dict)
+    sglang: str = "runs"
 
 
 def _shape(*without: str, **more: Any) -> dict[str, Any]:
@@ -87,7 +90,7 @@ _SIGLIP = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
 _GPT2 = {"vocab_size": VOCABULARY, "n_positions": 4096, "n_embd": 256, "n_layer": 8, "n_head": 4}
 _GPT2 |= {name: _SIZE[name] for name in ("initializer_range", "bos_token_id", "eos_token_id")}
 _EVERY_HEAD = "num_key_value_heads"
-_GEMMA = {**_WIDE, "head_dim": 64, "sliding_window": 64}
+_GEMMA = {**_WIDE, "head_dim": 64, "sliding_window": 64, "initializer_range": 0.02}  # else a token's choice is itself
 _GEMMA4 = {**_GEMMA, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 0}
 _LATENT = {
     **_shape(_EVERY_HEAD, **_WIDE, **_EXPERTS),
@@ -104,9 +107,23 @@ _LATENT = {
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,  # vLLM's kernel has these
 }
+_LATENT_PUBLISHED = {
+    "moe_layer_freq": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
+    | {"original_max_position_embeddings": 1024},
+}
 _BFLOAT16 = {"dtype": "bfloat16"}
 _SMALL = {"kv_cache_memory_bytes": 4 << 20}  # of one head
 _LARGE = {"kv_cache_memory_bytes": 18 << 20}  # keys and values of every head
+_STATES = "refused: states beside KV; stock needs a GPU for them"
+_NO_CPU = "not tried: stock needs a GPU, as it has no attention of a CPU for it"
+_NONE = "none there"
 
 
 def _windows(layers: int, full: int) -> dict[str, Any]:
@@ -122,21 +139,17 @@ FAMILIES = {
         "LlamaForCausalLM",
         "LlamaConfig",
         _shape(**_WIDE),
-        sglang=True,
     ),
     "llama-tied": Family(
         "Llama 3.2 1B and 3B", "LlamaForCausalLM", "LlamaConfig", _shape(**_WIDE, tie_word_embeddings=True)
     ),
-    "qwen2": Family(
-        "Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen", "Qwen2ForCausalLM", "Qwen2Config", _shape(**_WIDE), sglang=True
-    ),
-    "qwen3": Family("Qwen3 0.6B to 32B", "Qwen3ForCausalLM", "Qwen3Config", _shape(**_WIDE, head_dim=96), sglang=True),
+    "qwen2": Family("Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen", "Qwen2ForCausalLM", "Qwen2Config", _shape(**_WIDE)),
+    "qwen3": Family("Qwen3 0.6B to 32B", "Qwen3ForCausalLM", "Qwen3Config", _shape(**_WIDE, head_dim=96)),
     "qwen3-moe": Family(
         "Qwen3 30B-A3B and 235B-A22B, Qwen3-Coder",
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
         _shape(**_WIDE, **_EXPERTS, head_dim=64, num_experts=4),
-        sglang=True,
     ),
     "qwen3-next": Family(
         "Qwen3-Next 80B-A3B: state beside KV in three of four layers",
@@ -144,6 +157,7 @@ FAMILIES = {
         "Qwen3NextConfig",
         _shape(**_WIDE, **_EXPERTS, **_STATE, head_dim=64, num_experts=4, shared_expert_intermediate_size=96),
         _BFLOAT16,
+        sglang=_STATES,
     ),
     "qwen3.5": Family(
         "Qwen3.5, its text model: state beside KV in three of four layers",
@@ -151,6 +165,7 @@ FAMILIES = {
         "Qwen3_5TextConfig",
         _shape(**_WIDE, **_STATE, head_dim=64),
         _BFLOAT16,
+        sglang=_STATES,
     ),
     "qwen3.5-pictures": Family(
         "Qwen3.5 as published, without pictures (`--limit-mm-per-prompt`)",
@@ -160,8 +175,15 @@ FAMILIES = {
         | {"vision_config": {**_VISION, "depth": 2, "num_heads": 2, "out_hidden_size": 256}}
         | {"image_token_id": 100, "video_token_id": 99, "vision_start_token_id": 97, "vision_end_token_id": 98},
         _BFLOAT16 | {"limit_mm_per_prompt": {"image": 0, "video": 0}},
+        sglang=_STATES,
     ),
-    "gemma2": Family("Gemma 2", "Gemma2ForCausalLM", "Gemma2Config", _shape(**_GEMMA)),
+    "gemma2": Family(
+        "Gemma 2; in SGLang without its softcap of logits, whose kernel needs a GPU",
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        _shape(**_GEMMA),
+        published={"hidden_act": "gelu_pytorch_tanh", "final_logit_softcapping": None},
+    ),
     "gemma3": Family(
         "Gemma 3, its text model: windows, here in 2 groups of layers",
         "Gemma3ForCausalLM",
@@ -183,12 +205,14 @@ FAMILIES = {
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
         _shape(**_GEMMA4, global_head_dim=64),
+        sglang=_NO_CPU,
     ),
     "gemma4-heads": Family(
         "Gemma 4 31B: heads of two sizes",
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
         _shape(**_GEMMA4, global_head_dim=128),
+        sglang=_NO_CPU,
     ),
     "gemma4-moe": Family(
         "Gemma 4 26B-A4B: experts, heads of two sizes",
@@ -196,12 +220,14 @@ FAMILIES = {
         "Gemma4TextConfig",
         _shape(**_GEMMA4, global_head_dim=128, enable_moe_block=True, num_experts=4, top_k_experts=2)
         | {"moe_intermediate_size": 96},
+        sglang=_NO_CPU,
     ),
     "gemma4-shared": Family(
         "Gemma 4 E2B and E4B: layers that read another's keys and values",
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
         _shape(**_GEMMA4, global_head_dim=128, num_kv_shared_layers=2) | {"hidden_size_per_layer_input": 32},
+        sglang=_NO_CPU,
     ),
     "gpt-oss": Family(
         "gpt-oss 20b and 120b, here with experts in 16 bits: windows, sinks",
@@ -209,12 +235,14 @@ FAMILIES = {
         "GptOssConfig",
         _shape(intermediate_size=192, num_local_experts=4, num_experts_per_tok=2, head_dim=64, sliding_window=64),
         _BFLOAT16 | {"kv_cache_memory_bytes": 2 << 20},
+        sglang=_NO_CPU,
     ),
     "deepseek-v2": Family(
         "DeepSeek-V2, -Lite and Coder-V2: latent attention",
         "DeepseekV2ForCausalLM",
         "DeepseekV2Config",
         _LATENT | {"topk_method": "greedy"},
+        published=_LATENT_PUBLISHED | {"scoring_func": "softmax"},
     ),
     "deepseek-v3": Family(
         "DeepSeek-V3, R1, Kimi-K2: latent attention; here with chunked prompts and a prefix cache",
@@ -222,6 +250,7 @@ FAMILIES = {
         "DeepseekV3Config",
         _LATENT | {"topk_method": "noaux_tc"},
         {"max_num_batched_tokens": 40, "enable_prefix_caching": True},
+        _LATENT_PUBLISHED | {"scoring_func": "sigmoid"},
     ),
     "glm4-moe": Family(
         "GLM-4.5 to 4.7",
@@ -229,21 +258,18 @@ FAMILIES = {
         "Glm4MoeConfig",
         _shape(**_WIDE, **_EXPERTS, head_dim=64, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1)
         | {"n_group": 1, "topk_group": 1},
-        sglang=True,
     ),
     "mixtral": Family(
         "Mixtral 8x7B and 8x22B",
         "MixtralForCausalLM",
         "MixtralConfig",
         _shape(intermediate_size=192, num_local_experts=4),
-        sglang=True,
     ),
     "mistral": Family(
         "Mistral 7B (from v0.2), Nemo, Small",
         "MistralForCausalLM",
         "MistralConfig",
         _shape(**_WIDE, head_dim=64, sliding_window=None),
-        sglang=True,
     ),
     "mistral-windows": Family(
         "Mistral 7B v0.1: windows in all layers",
@@ -258,16 +284,18 @@ FAMILIES = {
         _shape(intermediate_size=96, intermediate_size_mlp=704, num_local_experts=4, num_experts_per_tok=1)
         | {"head_dim": 64, "attention_chunk_size": 64},
         {"kv_cache_memory_bytes": 2 << 20},
+        sglang="not tried: stock needs a GPU for its experts",
     ),
-    "phi3": Family("Phi-3, Phi-4", "Phi3ForCausalLM", "Phi3Config", _shape(**_WIDE), sglang=True),
-    "phi": Family("Phi-1.5, Phi-2", "PhiForCausalLM", "PhiConfig", _shape(**_WIDE)),
-    "granite": Family("Granite 3", "GraniteForCausalLM", "GraniteConfig", _shape(**_WIDE), sglang=True),
+    "phi3": Family("Phi-3, Phi-4", "Phi3ForCausalLM", "Phi3Config", _shape(**_WIDE)),
+    "phi": Family("Phi-1.5, Phi-2", "PhiForCausalLM", "PhiConfig", _shape(_EVERY_HEAD, **_WIDE), _LARGE),
+    "granite": Family("Granite 3", "GraniteForCausalLM", "GraniteConfig", _shape(**_WIDE)),
     "lfm2": Family(
         "LFM2: convolutions beside attention",
         "Lfm2ForCausalLM",
         "Lfm2Config",
         _shape(**_WIDE, conv_dim=256, block_dim=256, block_ff_dim=704, block_auto_adjust_ff_dim=False)
         | {"layer_types": ["conv", "full_attention"] * 4},
+        sglang=_STATES,
     ),
     "olmo3": Family("OLMo 3", "Olmo3ForCausalLM", "Olmo3Config", _shape(**_WIDE, sliding_window=64)),
     "smollm3": Family("SmolLM3", "SmolLM3ForCausalLM", "SmolLM3Config", _shape(**_WIDE)),
@@ -275,20 +303,39 @@ FAMILIES = {
     "cohere2": Family("Command A, R7B", "Cohere2ForCausalLM", "Cohere2Config", _shape(**_WIDE, sliding_window=64)),
     "ernie": Family("ERNIE 4.5 dense", "Ernie4_5ForCausalLM", "Ernie4_5Config", _shape(**_WIDE, head_dim=64)),
     "hunyuan": Family(
-        "Hunyuan dense", "HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", _shape(**_WIDE, head_dim=64)
+        "Hunyuan dense",
+        "HunYuanDenseV1ForCausalLM",
+        "HunYuanDenseV1Config",
+        _shape(**_WIDE, head_dim=64),
+        published={"use_qk_norm": True},
     ),
-    "stablelm": Family("StableLM", "StableLmForCausalLM", "StableLmConfig", _shape(**_WIDE), sglang=True),
-    "falcon": Family("Falcon 7B", "FalconForCausalLM", "FalconConfig", _shape(_EVERY_HEAD, multi_query=True), _SMALL),
+    "stablelm": Family("StableLM", "StableLmForCausalLM", "StableLmConfig", _shape(**_WIDE)),
+    "falcon": Family(
+        "Falcon 7B",
+        "FalconForCausalLM",
+        "FalconConfig",
+        _shape(_EVERY_HEAD, multi_query=True),
+        _SMALL,
+        sglang=_NONE,
+    ),
     "falcon-grouped": Family(
         "Falcon 40B and 180B",
         "FalconForCausalLM",
         "FalconConfig",
         _shape(_EVERY_HEAD, new_decoder_architecture=True, num_kv_heads=2),
+        sglang=_NONE,
     ),
-    "gpt-neox": Family("Pythia, GPT-NeoX", "GPTNeoXForCausalLM", "GPTNeoXConfig", _shape(_EVERY_HEAD, **_WIDE), _LARGE),
-    "gpt2": Family("GPT-2, DistilGPT2", "GPT2LMHeadModel", "GPT2Config", _GPT2, _LARGE, sglang=True),
+    "gpt-neox": Family(
+        "Pythia, GPT-NeoX",
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        _shape(_EVERY_HEAD, **_WIDE),
+        _LARGE,
+        sglang="not tried: stock takes transformers' model, which needs a GPU there",
+    ),
+    "gpt2": Family("GPT-2, DistilGPT2", "GPT2LMHeadModel", "GPT2Config", _GPT2, _LARGE),
     "starcoder": Family(
-        "StarCoder", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**_GPT2, "multi_query": True}, _SMALL, sglang=True
+        "StarCoder", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**_GPT2, "multi_query": True}, _SMALL
     ),
     "opt": Family(
         "OPT",
@@ -296,7 +343,6 @@ FAMILIES = {
         "OPTConfig",
         _shape(_EVERY_HEAD, ffn_dim=704, word_embed_proj_dim=256),
         _LARGE,
-        sglang=True,
     ),
     "bloom": Family(
         "BLOOM",
@@ -304,6 +350,7 @@ FAMILIES = {
         "BloomConfig",
         {"hidden_size": 256, **{name: value for name, value in _GPT2.items() if name not in ("n_embd", "n_positions")}},
         _LARGE,
+        sglang=_NONE,
     ),
 }
 
@@ -342,3 +389,7 @@ def save(family: str, folder: Path) -> None:
     import torch
 
     made(family).to(getattr(torch, FAMILIES[family].engine.get("dtype", "float32"))).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    save(sys.argv[1], Path(sys.argv[2]))

@@ -87,10 +87,7 @@ The refusals of [vLLM](vllm.md#works-refused-by-name), [SGLang](../sglang.md#wor
 
 def page() -> str:
     """The page's text."""
-    families = "".join(
-        f"| {name} | {each.models} | runs | {'runs' if each.sglang else 'not tried'} | runs |\n"
-        for name, each in FAMILIES.items()
-    )
+    families = "".join(f"| {name} | {each.models} | runs | {each.sglang} | runs |\n" for name, each in FAMILIES.items())
     settings = "".join(f"| {' | '.join(row)} |\n" for row in SETTINGS)
     return HEAD + families + MIDDLE + settings + TAIL
 

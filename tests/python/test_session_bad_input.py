@@ -145,7 +145,8 @@ WRONG = [
     (lambda m, own, other: {"layers": own[1:]}, {"kv_layers": LAYERS, "model_layers": LAYERS - 1}),
     *((lambda m, own, other, layers=layers: {"kv": kv_spec(m, layers=layers)}, {"kv_layers": layers, "model_layers": LAYERS})
       for layers in (LAYERS - 1, LAYERS + 1)),
-    (lambda m, own, other: {"kv": kv_spec(m, layers=1, dtype="uint8", layout="layer_major")},
+    (lambda m, own, other: {"kv": kv_spec(m, layers=1, dtype="uint8", layout="layer_major", streamed_blocks=1,
+                                               host_blocks=1)},
      {"kv_layers": 1, "model_layers": LAYERS}),
     (lambda m, own, other: {"model": ghost(), "kv": kv_spec(m, layers=2)},
      {"device": "meta", "expected": "cpu", "path": "model.embed_tokens.weight"}),

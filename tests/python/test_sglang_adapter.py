@@ -44,6 +44,16 @@ class MHATokenToKVPool:
         hooks.around_buffers(lambda pool: None, self)
 
 
+class MLATokenToKVPool:
+    """The same, of latents, in an odd number of layers."""
+
+    def __init__(self, size: int, page_size: int) -> None:
+        self.size, self.page_size, self.layer_num, self.kv_cache_dim = size, page_size, LAYERS - 1, 40
+        self.store_dtype = torch.bfloat16
+        self.kv_buffer: list[Any] = []
+        hooks.around_buffers(lambda pool: None, self)
+
+
 class Allocator:
     """Ids from 1 on; 0 is padding."""
 
@@ -105,6 +115,7 @@ class World:
         capacity: int | None = 1600 << 10,
         version: str = versions.TESTED,
         ranks: int = 1,
+        runner: Any = None,
         **more: Any,
     ) -> None:
         for name in ("_adapter", "_settings", "_applied"):
@@ -114,7 +125,7 @@ class World:
         monkeypatch.setattr(hooks, "_controller", lambda settings: config)
         settings = Settings(capacity=capacity, page_bytes=PAGE, slowdown=1000.0, **more)
         hooks.configure(settings, version, applied=lambda target: True)
-        self.runner = runner_of(page_size, ranks)
+        self.runner = runner or runner_of(page_size, ranks)
         hooks.around_alloc(self.allocate, self.runner)
         adapter = hooks.current()
         assert adapter is not None
@@ -138,9 +149,9 @@ class World:
     def allocate(self, runner: Any) -> None:
         adapter = hooks.current()
         size = adapter.most_tokens
-        assert hooks.around_profile(None, None) >= size * adapter.spec.block_bytes // adapter.spec.block_tokens
+        assert hooks.around_profile(None, SimpleNamespace(mambaish_config=None)) >= size * adapter.spec.block_bytes // adapter.spec.block_tokens
         assert hooks.around_budget(lambda configurator, budget, cap_tokens: cap_tokens, None, 1) == size
-        pool = MHATokenToKVPool(size, runner.page_size)
+        pool = (MLATokenToKVPool if runner.use_mla_backend else MHATokenToKVPool)(size, runner.page_size)
         runner.token_to_kv_pool_allocator = Allocator(pool)
 
     def iterate(self) -> None:
@@ -213,8 +224,33 @@ def test_the_pool_lies_in_the_arena_and_its_rows_are_the_ids(world: World):
         assert keys[block].data_ptr() == tensor[0, block].data_ptr()
         assert values[block].data_ptr() == tensor[1, block].data_ptr()
         values[block] = layer + 1.0
-        assert tensor[1, block, 0].eq(layer + 1.0).all()
+        assert tensor[1, block, 0].view(torch.float32).eq(layer + 1.0).all()
     assert pool.k_buffer[0][0].eq(0).all()  # padding is there, though it is nobody's
+
+
+def test_a_pool_of_latents_has_a_row_for_each_token_in_each_layer(monkeypatch: pytest.MonkeyPatch):
+    runner = runner_of()
+    runner.use_mla_backend, runner.kv_cache_dtype = True, torch.bfloat16
+    runner.layer_info.num_effective_layers = LAYERS - 1
+    vars(runner.model_config).update(kv_lora_rank=32, qk_rope_head_dim=8)
+    world = World(monkeypatch, runner=runner)
+    pool, rows = world.allocator.pool, world.tenant.kv.tensors[0].shape[1]
+    assert len(pool.kv_buffer) == LAYERS - 1
+    assert pool.size + pool.page_size <= rows
+    block = world.allocator.free_pages[-1].item()
+    halves = [half for tensor in world.tenant.kv.tensors for half in tensor]
+    for layer, latents in enumerate(pool.kv_buffer):
+        assert latents.shape == (pool.size + pool.page_size, 1, 40)
+        assert latents.is_contiguous() and latents.dtype == torch.bfloat16
+        assert latents[block].data_ptr() == halves[layer][block].data_ptr()
+    assert world.fill(short=40) > 0 and world.tenant.remapped
+    world.adapter.session.close()
+
+
+def test_a_model_with_states_beside_its_cache_is_refused(world: World):
+    with pytest.raises(remap.InvalidState) as caught:
+        hooks.around_profile(None, SimpleNamespace(mambaish_config=SimpleNamespace()))
+    assert caught.value.argument == "mambaish_config"
 
 
 def test_what_is_short_after_eviction_is_grown_by_and_tokens_stay_the_same(world: World):

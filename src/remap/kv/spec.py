@@ -71,8 +71,8 @@ class KVSpec:
     scratch_blocks: blocks of the tensors that all layers share, one after another, as streamed blocks are, and into which nothing
     is copied: an engine that computes a layer's keys and values anew in each pass writes them there. With streamed blocks only.
     dtype: of the stored keys and values; by default "bfloat16", which a model of another dtype then refuses at attach
-    (kv_fit.py). "uint8" says that the engine lays bytes out itself: then heads are not compared with a model's either, nor, in
-    block_major, layers: a block is just its `block_bytes`.
+    (kv_fit.py). "uint8" says that the engine lays bytes out itself: then heads are not compared with a model's either, nor,
+    without streamed blocks, layers: a block is just its `block_bytes`.
     """
 
     layers: int

@@ -275,7 +275,7 @@ class Attaching:
     def _geometry(self, kv: KVSpec, source: LayerSource) -> KVGeometry:
         """Raises InvalidArgument and LimitExceeded as `admit` does."""
         page_bytes = self._arena.page_bytes
-        if kv.layers != source.kv_layers and (kv.dtype, kv.layout) != ("uint8", "block_major"):
+        if kv.layers != source.kv_layers and (kv.dtype != "uint8" or kv.streamed_blocks):
             raise InvalidArgument(
                 f"KVSpec.layers is {kv.layers}, but the model has {source.kv_layers} layers; nothing was attached",
                 kv_layers=kv.layers,

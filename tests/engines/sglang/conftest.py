@@ -12,7 +12,8 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Engines:
     work: Path
     installed: bool
     cuda: bool = False
+    forks: subprocess.Popen[str] | None = None
 
     def environment(self, **more: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("REMAP_", "SGLANG_"))}
@@ -78,6 +80,13 @@ class Engines:
         }
 
     def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        if self.forks is not None:
+            assert self.forks.stdin and self.forks.stdout
+            log = self.work / "log"
+            job = {"arguments": arguments, "environment": more, "log": str(log)}
+            print(json.dumps(job), file=self.forks.stdin, flush=True)
+            status = int(self.forks.stdout.readline())
+            return subprocess.CompletedProcess(arguments, status, log.read_text())
         return subprocess.run(
             [self.python, *arguments],
             env=self.environment(**more),
@@ -119,3 +128,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
         made = found.run(str(HERE / "tiny_model.py"), str(found.work / name), *more)
         assert made.returncode == 0, made.stdout
     return found
+
+
+@pytest.fixture(scope="module")
+def forks(engines: Engines) -> Iterator[Engines]:
+    """Engines that start at once (forks.py), one at a time."""
+    command = [engines.python, str(HERE / "forks.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=engines.environment(), cwd=engines.work, text=True, **pipes) as process:
+        yield replace(engines, forks=process)
+        assert process.stdin
+        process.stdin.close()

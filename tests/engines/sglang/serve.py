@@ -1,7 +1,8 @@
-"""One engine, some rounds of requests, greedy: python serve.py '{"engine": {...}, "rounds": [...]}' OUT.json
+"""One engine, some rounds of requests: python serve.py '{"engine": {...}, "rounds": [...]}' OUT.json
 
 A round: {"prompts": [[ids]], "new": tokens of each, "idle": seconds to wait afterwards, "flush": whether to flush the cache,
-"update": ["disk" or "tensor", folder], whose weights come before the round's requests}.
+"update": ["disk" or "tensor", folder], whose weights come before the round's requests, "sampling": [parameters of SGLang's] and
+"lora": [name or null], taken in turn by the requests}. Otherwise requests are greedy.
 OUT: {"tokens": of each round and request, "capacity": tokens of the KV cache, at the end of each round's idle time, "updated":
 the answers (whether it was made, why not)}.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,10 @@ def main() -> None:
             if "update" in each:
                 result["updated"].extend(update(engine, *each["update"]))
             sampling = {"temperature": 0, "max_new_tokens": each["new"]}
-            answers = engine.generate(input_ids=each["prompts"], sampling_params=[sampling] * len(each["prompts"]))
+            count = len(each["prompts"])
+            params = [sampling | more for more in islice(cycle(each.get("sampling", [{}])), count)]
+            lora = list(islice(cycle(each["lora"]), count)) if "lora" in each else None
+            answers = engine.generate(input_ids=each["prompts"], sampling_params=params, lora_path=lora)
             result["tokens"].append([answer["output_ids"] for answer in answers])
             time.sleep(each.get("idle", 0))
             if each.get("flush"):

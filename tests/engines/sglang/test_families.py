@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -11,26 +12,24 @@ from conftest import Engines
 from families import FAMILIES, VOCABULARY
 
 TESTS = Path(__file__).parents[2]
+ROOM = 8  # MiB beside the weights
 DRAW = random.Random(3)
 BURST = [
     {"prompts": [[DRAW.randrange(3, VOCABULARY) for _ in range(5 + 3 * i)] for i in range(8)], "new": 130, "idle": 2}
 ]
 EAGER = {"max_running_requests": 8, "schedule_conservativeness": 0.1, "disable_radix_cache": True}
-SAVE = (
-    "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import families; "
-    "families.save(sys.argv[2], pathlib.Path(sys.argv[2]))"
-)
 
 
-@pytest.mark.parametrize("family", [name for name, each in FAMILIES.items() if each.sglang])
-def test_its_tokens(engines: Engines, family: str):
-    made = engines.run("-c", SAVE, str(TESTS), family)
+@pytest.mark.parametrize("family", [name for name, each in FAMILIES.items() if each.sglang == "runs"])
+def test_its_tokens(forks: Engines, family: str):
+    made = forks.run(str(TESTS / "families.py"), family, family)
     assert made.returncode == 0, made.stdout
-    weights = sum(each.stat().st_size for each in (engines.work / family).glob("*.safetensors"))
-    engine = {**EAGER, "dtype": FAMILIES[family].engine.get("dtype", "float32")}
-    short = {"REMAP_ENABLE": "1", "REMAP_CAPACITY": str(weights * 101 // 100 + (4 << 20)), "REMAP_SLOWDOWN": "1000"}
-    plenty = engines.serve({**engine, "max_total_tokens": 4096}, BURST, family)
-    found = engines.serve(engine, BURST, family, **short)
+    weights = sum(each.stat().st_size for each in (forks.work / family).glob("*.safetensors"))
+    published = json.dumps(FAMILIES[family].published)
+    engine = {**EAGER, "dtype": FAMILIES[family].engine.get("dtype", "float32"), "json_model_override_args": published}
+    short = {"REMAP_ENABLE": "1", "REMAP_CAPACITY": str(weights * 101 // 100 + (ROOM << 20)), "REMAP_SLOWDOWN": "1000"}
+    plenty = forks.serve({**engine, "max_total_tokens": 4096}, BURST, family)
+    found = forks.serve(engine, BURST, family, **short)
     assert plenty.returncode == found.returncode == 0, found.log[-4000:]
     assert found.tokens == plenty.tokens
     assert max(found.remapped) >= 1 and found.remapped[-1] == found.retracted == 0

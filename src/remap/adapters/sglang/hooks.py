@@ -88,7 +88,7 @@ class Adapter:
         capacity = min(self._gather(capacity))
         layers = resolve_layers(runner.model, find_layers(runner.model))
         size = footprint(runner.model, layers)
-        chosen = _CPU_PAGE if device == "cpu" else size.page_size(device, ranges=2 * len(layers))
+        chosen = _CPU_PAGE if device == "cpu" else size.page_size(device, ranges=2 * shape["layers"])
         page_bytes = settings.page_bytes or chosen
         widest = remap.KVSpec(**shape, min_blocks=0, max_blocks=1, layout="layer_major")
         blocks = most = max(1, capacity // widest.block_bytes)
@@ -174,19 +174,18 @@ class Adapter:
         """Tokens that the allocator holds now: free, in use, or draining."""
         return self.held.held * self.spec.block_tokens
 
-    def buffers(self, pool: Any) -> tuple[list[Any], list[Any]]:
-        """(keys, values): for each layer one tensor of shape (pool.size + page_size, kv_heads, head_dim)."""
-        versions.check_pool(pool, self.spec)
+    def buffers(self, pool: Any) -> None:
+        """Give the pool its buffers: of each layer tensors of pool.size + page_size rows."""
         rows = pool.size + pool.page_size
-        flat = [[half.flatten(0, 1)[:rows] for half in tensor] for tensor in self.tenant.kv.tensors]
+        ours = [half.flatten(0, 1)[:rows] for tensor in self.tenant.kv.tensors for half in tensor]
+        versions.set_buffers(pool, self.spec, ours)
         self.pool = pool
-        return [keys for keys, _ in flat], [values for _, values in flat]
 
     def bind(self, allocator: Any) -> None:
         """Take the allocator over: from now on its free list has the usable ids and no others."""
         if self.pool is None or allocator.get_kvcache() is not self.pool:
             raise InvalidState(
-                "SGLang built its KV pool without calling _create_buffers_normal, so the pool is not in remap's "
+                "SGLang built its KV pool without asking remap for its buffers, so the pool is not in remap's "
                 "memory; unset REMAP_ENABLE to serve this model",
                 pool=type(allocator.get_kvcache()).__name__,
             )
@@ -480,6 +479,7 @@ def around_profile(original: Any, configurator: Any, *args: Any, **kwargs: Any) 
     """Report the KV region's bytes: the free memory beside the arena does not limit the pool."""
     if _adapter is None:
         return original(configurator, *args, **kwargs)
+    versions.check_states(configurator)
     return _adapter.spec.max_blocks * _adapter.spec.block_bytes
 
 
@@ -498,7 +498,7 @@ def around_buffers(original: Any, pool: Any) -> None:
     if _adapter is None:
         original(pool)
         return
-    pool.k_buffer, pool.v_buffer = _adapter.buffers(pool)
+    _adapter.buffers(pool)
 
 
 def around_clear(original: Any, allocator: Any) -> None:

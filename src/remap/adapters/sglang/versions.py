@@ -22,7 +22,7 @@ __all__ = [
     "TESTED",
     "append_free",
     "check_arguments",
-    "check_pool",
+    "check_states",
     "check_version",
     "device_of",
     "evict",
@@ -38,6 +38,7 @@ __all__ = [
     "refused",
     "replace_free",
     "retract",
+    "set_buffers",
     "set_sizes",
     "take_free",
     "touched",
@@ -67,7 +68,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "around_post_capture": (
         "sglang.srt.model_executor.model_runner_components.kv_pool_runtime.is_post_capture_kv_active",
     ),
-    "around_buffers": ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",),
+    "around_buffers": tuple(
+        f"sglang.srt.mem_cache.memory_pool.{name}"
+        for name in ("MHATokenToKVPool._create_buffers_normal", "MLATokenToKVPool._create_buffers")
+    ),
     "around_clear": tuple(f"{name}.clear" for name in ALLOCATORS),
     "around_evict": (f"{_ALLOCATOR}.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens",),
     "around_admission": ("sglang.srt.mem_cache.prefill_budget.PrefillBudget.check_prefill",),
@@ -116,6 +120,8 @@ _CALLED = {
     "sglang.srt.managers.scheduler.Scheduler.pause_generation": "self recv_req",
     "sglang.srt.managers.scheduler.Scheduler.continue_generation": "self recv_req",
 }
+
+_STORED = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 # argument -> the values that the adapter serves, and why it does not serve others
 _SERVED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -236,19 +242,30 @@ def longest(runner: Any) -> int:
 
 
 def geometry_of(runner: Any) -> dict[str, Any]:
-    """A KVSpec's arguments for a ModelRunner without a pool: layers, kv_heads, head_dim, block_tokens, dtype.
+    """A KVSpec's arguments for a ModelRunner without a pool: layers, kv_heads, head_dim, block_tokens, dtype. For remap a layer
+    has rows of bytes: keys and values, two buffers for each of `layers`; or latents, a buffer each, of two model's layers.
 
-    Raises InvalidState for a model whose KV cache is not keys and values of all layers.
+    Raises InvalidState for a model whose KV cache is something else.
     """
     config = runner.model_config
-    for name in ("use_mla_backend", "is_hybrid_swa", "is_draft_worker"):
+    for name, why in (
+        (
+            "is_hybrid_swa",
+            "windows have a pool and ids of their own; --disable-hybrid-swa-memory puts all layers into one",
+        ),
+        ("is_draft_worker", "the draft model has a pool of its own"),
+    ):
         if getattr(runner, name):
-            raise _unserved(name, True, "its KV cache is not one range of keys and values a layer")
-    if config.head_dim != config.v_head_dim:
-        raise _unserved("v_head_dim", config.v_head_dim, f"keys have {config.head_dim}")
-    dtype = runner.kv_cache_dtype
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise _unserved("kv_cache_dtype", str(dtype), "quantised caches have scales beside them")
+            raise _unserved(name, True, why)
+    dtype, layers = runner.kv_cache_dtype, runner.layer_info.num_effective_layers
+    if runner.use_mla_backend:
+        buffers, row = layers, config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        buffers, row = 2 * layers, config.get_num_kv_heads(runner.server_args.tp_size) * config.head_dim
+        if config.head_dim != config.v_head_dim:
+            raise _unserved("v_head_dim", config.v_head_dim, f"keys have {config.head_dim}")
+    if dtype not in _STORED:
+        raise _unserved("kv_cache_dtype", str(dtype), "such caches have scales beside them")
     others = {param.dtype for param in runner.model.parameters()} - {dtype}
     if runner.page_size > 1 and others:
         raise _unserved(
@@ -257,25 +274,44 @@ def geometry_of(runner: Any) -> dict[str, Any]:
             f"kernels read whole pages, and bytes of {others} weights may be NaN as {dtype}",
         )
     return {
-        "layers": runner.layer_info.num_effective_layers,
-        "kv_heads": config.get_num_kv_heads(runner.server_args.tp_size),
-        "head_dim": config.head_dim,
+        "layers": -(-buffers // 2),
+        "kv_heads": 1,
+        "head_dim": row * dtype.itemsize,
         "block_tokens": runner.page_size,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": "uint8",
     }
 
 
-def check_pool(pool: Any, spec: Any) -> None:
-    """Raises InvalidState (fields found, expected) if SGLang builds another pool than `spec` describes."""
-    found = (pool.layer_num, pool.head_num, pool.head_dim, pool.v_head_dim, pool.page_size, str(pool.store_dtype)[6:])
-    expected = (spec.layers, spec.kv_heads, spec.head_dim, spec.head_dim, spec.block_tokens, spec.dtype)
-    if type(pool).__name__ != "MHATokenToKVPool" or pool.kv_cache_layout != "nhd" or found != expected:
+def check_states(configurator: Any) -> None:
+    """Raises InvalidState for a model whose requests have states beside KV, as SGLang describes its cache."""
+    if configurator.mambaish_config is not None:
+        kind = type(configurator.mambaish_config).__name__
+        raise _unserved("mambaish_config", kind, "layers keep states of requests, which have ids of their own")
+
+
+def set_buffers(pool: Any, spec: Any, ours: list[torch.Tensor]) -> None:
+    """Make the pool's buffers views of these, of shape (rows, 1, bytes), as many as `spec` has or one more.
+
+    Raises InvalidState (fields found, expected) if SGLang builds another pool than `spec` describes.
+    """
+    kind, heads = type(pool).__name__, {}
+    if kind == "MLATokenToKVPool":
+        heads = {"kv_buffer": (1, pool.kv_cache_dim)}
+    elif kind == "MHATokenToKVPool" and pool.kv_cache_layout == "nhd":
+        heads = {"k_buffer": (pool.head_num, pool.head_dim), "v_buffer": (pool.head_num, pool.v_head_dim)}
+    sizes = {count * dim * pool.store_dtype.itemsize for count, dim in heads.values()}
+    found = (-(-len(heads) * pool.layer_num // 2), sizes, pool.page_size)
+    expected = (spec.layers, {spec.head_dim}, spec.block_tokens)
+    if found != expected:
         raise InvalidState(
-            f"SGLang builds a {type(pool).__name__} of layout {pool.kv_cache_layout!r} with (layers, heads, key and "
-            f"value sizes, page, dtype) = {found}, remap reserved {expected}; unset REMAP_ENABLE to serve this model",
+            f"SGLang builds a {kind} of {pool.layer_num} layers with (pairs of buffers, bytes of a row, page) = {found}, remap "
+            f"reserved {expected}; unset REMAP_ENABLE to serve this model",
             found=found,
             expected=expected,
         )
+    for number, (name, shape) in enumerate(heads.items()):
+        mine = ours[number : len(heads) * pool.layer_num : len(heads)]
+        setattr(pool, name, [each.view(pool.store_dtype).view(-1, *shape) for each in mine])
 
 
 # -- the free list: tensors of page ids, some of them waiting to be sorted in ------------------------------------------
