@@ -90,7 +90,7 @@ _SIGLIP = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
 _GPT2 = {"vocab_size": VOCABULARY, "n_positions": 4096, "n_embd": 256, "n_layer": 8, "n_head": 4}
 _GPT2 |= {name: _SIZE[name] for name in ("initializer_range", "bos_token_id", "eos_token_id")}
 _EVERY_HEAD = "num_key_value_heads"
-_GEMMA = {**_WIDE, "head_dim": 64, "sliding_window": 64, "initializer_range": 0.02}  # else a token's choice is itself
+_GEMMA = {**_WIDE, "head_dim": 64, "sliding_window": 64, "initializer_range": 0.01}  # else a token's choice is itself
 _GEMMA4 = {**_GEMMA, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 0}
 _LATENT = {
     **_shape(_EVERY_HEAD, **_WIDE, **_EXPERTS),
@@ -197,6 +197,7 @@ FAMILIES = {
         {"text_config": _windows(8, 4), "vision_config": {**_VISION, **_SIGLIP}, "mm_tokens_per_image": 4}
         | {"image_token_index": 100, "boi_token_index": 98, "eoi_token_index": 99},
         {"limit_mm_per_prompt": {"image": 0}},
+        sglang="not tried: transformers 5 saves its tensors under names that SGLang does not read",
     ),
     "gemma3-6-2": Family("Gemma 3 1B, in 3 groups", "Gemma3ForCausalLM", "Gemma3TextConfig", _windows(6, 2)),
     "gemma3-7-1": Family("Gemma 3, in 7 groups", "Gemma3ForCausalLM", "Gemma3TextConfig", _windows(7, 1)),
@@ -287,7 +288,7 @@ FAMILIES = {
         sglang="not tried: stock needs a GPU for its experts",
     ),
     "phi3": Family("Phi-3, Phi-4", "Phi3ForCausalLM", "Phi3Config", _shape(**_WIDE)),
-    "phi": Family("Phi-1.5, Phi-2", "PhiForCausalLM", "PhiConfig", _shape(_EVERY_HEAD, **_WIDE), _LARGE),
+    "phi": Family("Phi-1.5, Phi-2", "PhiForCausalLM", "PhiConfig", _shape(_EVERY_HEAD, intermediate_size=1024), _LARGE),
     "granite": Family("Granite 3", "GraniteForCausalLM", "GraniteConfig", _shape(**_WIDE)),
     "lfm2": Family(
         "LFM2: convolutions beside attention",

@@ -14,22 +14,27 @@ from families import FAMILIES  # noqa: E402
 
 SETTINGS = (
     ("prefix cache, chunked prompts", "runs", "runs", "copies of a cache share blocks"),
-    ("sampling: temperature, seeds, penalties, logprobs", "runs", "as SGLang", "runs"),
-    ("structured outputs", "runs", "not tried", "not tried"),
+    ("sampling: temperature, seeds, penalties, logprobs", "runs", "penalties run; seeds need a GPU in stock", "runs"),
+    ("structured outputs", "runs", "runs (xgrammar)", "not tried"),
     ("CUDA graphs", "accepted, has not run", "accepted, has not run", "refused"),
     ("`torch.compile`", "runs", "refused", "refused"),
     ("tensor parallelism", "runs, also on brokers", "runs; refused on a broker", "not tried"),
     ("pipeline parallelism", "refused", "refused", "not tried"),
     ("expert parallelism that moves experts", "refused", "refused", "none there"),
-    ("LoRA", "runs", "refused", "runs (peft)"),
+    ("LoRA", "runs", "runs", "runs (peft)"),
     (
         "weights in 4 bits",
         "runs: compressed-tensors, GPTQ, AWQ",
-        "not tried",
+        "not tried: stock needs a GPU",
         "plain tensors run; subclasses (torchao, quanto) are refused",
     ),
-    ("weights in 8 bits", "refused where oneDNN keeps them; fp8 not tried", "not tried", "plain tensors run"),
-    ("KV cache in fp8", "runs", "refused", "none there"),
+    (
+        "weights in 8 bits",
+        "refused where oneDNN keeps them; fp8 not tried",
+        "not tried: stock needs a GPU",
+        "plain tensors run",
+    ),
+    ("KV cache in fp8", "runs", "runs", "none there"),
     (
         "drafters",
         "`ngram`, `draft_model`, `eagle`, `eagle3`, `mtp` run",

@@ -149,7 +149,10 @@ class World:
     def allocate(self, runner: Any) -> None:
         adapter = hooks.current()
         size = adapter.most_tokens
-        assert hooks.around_profile(None, SimpleNamespace(mambaish_config=None)) >= size * adapter.spec.block_bytes // adapter.spec.block_tokens
+        assert (
+            hooks.around_profile(None, SimpleNamespace(mambaish_config=None))
+            >= size * adapter.spec.block_bytes // adapter.spec.block_tokens
+        )
         assert hooks.around_budget(lambda configurator, budget, cap_tokens: cap_tokens, None, 1) == size
         pool = (MLATokenToKVPool if runner.use_mla_backend else MHATokenToKVPool)(size, runner.page_size)
         runner.token_to_kv_pool_allocator = Allocator(pool)

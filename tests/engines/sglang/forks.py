@@ -13,6 +13,7 @@ import runpy
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 SECONDS = 900
@@ -29,6 +30,10 @@ def run(job: dict[str, Any]) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def unpinned(make: Any, *arguments: Any, pin_memory: bool = False, **more: Any) -> Any:
+    return make(*arguments, **more)
+
+
 def main() -> None:
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *arguments, **more: None  # type: ignore[assignment]  # SGLang's is "spawn"
@@ -37,8 +42,13 @@ def main() -> None:
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401
+    import torch
     from sglang.srt.models.deepseek_common import attention_backend_handler as latent
 
+    # Torch pins memory where there is a GPU; SGLang's LoRA asks for it anywhere.
+    torch.Tensor.pin_memory = lambda tensor: tensor
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, partial(unpinned, getattr(torch, name)))
     # For prompts SGLang expands latents, which its attention for CPUs cannot; as for other tokens it does not expand them here.
     latent.AttentionBackendRegistry.register("torch_native", latent._dispatch_mla_subtype)
     for line in sys.stdin:

@@ -58,7 +58,7 @@ def main() -> None:
             sampling = {"temperature": 0, "max_new_tokens": each["new"]}
             count = len(each["prompts"])
             params = [sampling | more for more in islice(cycle(each.get("sampling", [{}])), count)]
-            lora = list(islice(cycle(each["lora"]), count)) if "lora" in each else None
+            lora = list(islice(cycle(each["lora"]), count)) if each.get("lora") else None
             answers = engine.generate(input_ids=each["prompts"], sampling_params=params, lora_path=lora)
             result["tokens"].append([answer["output_ids"] for answer in answers])
             time.sleep(each.get("idle", 0))

@@ -12,7 +12,7 @@ from conftest import Engines
 from families import FAMILIES, VOCABULARY
 
 TESTS = Path(__file__).parents[2]
-ROOM = 8  # MiB beside the weights
+ROOM = 8 << 20  # bytes beside the weights, at most
 DRAW = random.Random(3)
 BURST = [
     {"prompts": [[DRAW.randrange(3, VOCABULARY) for _ in range(5 + 3 * i)] for i in range(8)], "new": 130, "idle": 2}
@@ -25,9 +25,10 @@ def test_its_tokens(forks: Engines, family: str):
     made = forks.run(str(TESTS / "families.py"), family, family)
     assert made.returncode == 0, made.stdout
     weights = sum(each.stat().st_size for each in (forks.work / family).glob("*.safetensors"))
-    published = json.dumps(FAMILIES[family].published)
-    engine = {**EAGER, "dtype": FAMILIES[family].engine.get("dtype", "float32"), "json_model_override_args": published}
-    short = {"REMAP_ENABLE": "1", "REMAP_CAPACITY": str(weights * 101 // 100 + (ROOM << 20)), "REMAP_SLOWDOWN": "1000"}
+    vllm, published = FAMILIES[family].engine, json.dumps(FAMILIES[family].published)
+    engine = {**EAGER, "dtype": vllm.get("dtype", "float32"), "json_model_override_args": published}
+    capacity = weights * 101 // 100 + min(ROOM, vllm.get("kv_cache_memory_bytes", ROOM))
+    short = {"REMAP_ENABLE": "1", "REMAP_CAPACITY": str(capacity), "REMAP_SLOWDOWN": "1000"}
     plenty = forks.serve({**engine, "max_total_tokens": 4096}, BURST, family)
     found = forks.serve(engine, BURST, family, **short)
     assert plenty.returncode == found.returncode == 0, found.log[-4000:]

@@ -132,7 +132,6 @@ _SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "ep_size": ((1,), "ranks with different experts have not been tried"),
     "dwdp_size": ((1,), "ranks read each other's experts at addresses that they keep"),
     "speculative_algorithm": ((None,), "the draft model has a pool of its own"),
-    "enable_lora": ((None, False), "adapters are merged around the layers' modules"),
     "enable_memory_saver": ((False,), "it unmaps the memory that layers lie in"),
     "enable_weights_cpu_backup": ((False,), "it unmaps the memory that layers lie in"),
     "enable_unified_memory": ((False,), "its pool hands out other ids"),
