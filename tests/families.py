@@ -121,8 +121,8 @@ _LATENT_PUBLISHED = {
 _BFLOAT16 = {"dtype": "bfloat16"}
 _SMALL = {"kv_cache_memory_bytes": 4 << 20}  # of one head
 _LARGE = {"kv_cache_memory_bytes": 18 << 20}  # keys and values of every head
-_STATES = "refused: states beside KV; stock needs a GPU for them"
-_NO_CPU = "not tried: stock needs a GPU, as it has no attention of a CPU for it"
+_STATES = "refused: states beside KV, for which stock needs a GPU"
+_NO_CPU = "not tried: stock has no attention for it on a CPU"
 _NONE = "none there"
 
 
@@ -308,7 +308,7 @@ FAMILIES = {
         "HunYuanDenseV1ForCausalLM",
         "HunYuanDenseV1Config",
         _shape(**_WIDE, head_dim=64),
-        published={"use_qk_norm": True},
+        sglang=_NO_CPU,
     ),
     "stablelm": Family("StableLM", "StableLmForCausalLM", "StableLmConfig", _shape(**_WIDE)),
     "falcon": Family(

@@ -36,7 +36,7 @@ def unpinned(make: Any, *arguments: Any, pin_memory: bool = False, **more: Any) 
 
 def main() -> None:
     multiprocessing.set_start_method("fork")
-    multiprocessing.set_start_method = lambda *arguments, **more: None  # type: ignore[assignment]  # SGLang's is "spawn"
+    multiprocessing.set_start_method = lambda *arguments, **more: None  # SGLang's is "spawn"
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import sglang.srt.managers.detokenizer_manager

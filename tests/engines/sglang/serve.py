@@ -29,7 +29,7 @@ CPU = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
-    "mem_fraction_static": 0.1,
+    "mem_fraction_static": 0.5,
 }
 GPU = {"attention_backend": "triton"}  # others have no float32
 
