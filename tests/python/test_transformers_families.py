@@ -26,6 +26,7 @@ SIZES = {
     "opt": {"batch": 4},
     "gpt2": {"batch": 4},
     "gpt-neox": {"batch": 4},
+    "phi": {"batch": 4},
     "bloom": {"batch": 4},
     "mixtral": {"spare": 95},
     "qwen3-next": {"batch": 20},
