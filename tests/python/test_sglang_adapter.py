@@ -253,7 +253,7 @@ def test_a_pool_of_latents_has_a_row_for_each_token_in_each_layer(monkeypatch: p
 def test_a_model_with_states_beside_its_cache_is_refused(world: World):
     with pytest.raises(remap.InvalidState) as caught:
         hooks.around_profile(None, SimpleNamespace(mambaish_config=SimpleNamespace()))
-    assert caught.value.argument == "mambaish_config"
+    assert caught.value.states == "SimpleNamespace"
 
 
 def test_what_is_short_after_eviction_is_grown_by_and_tokens_stay_the_same(world: World):

@@ -241,8 +241,8 @@ def longest(runner: Any) -> int:
 
 
 def geometry_of(runner: Any) -> dict[str, Any]:
-    """A KVSpec's arguments for a ModelRunner without a pool: layers, kv_heads, head_dim, block_tokens, dtype. For remap a layer
-    has rows of bytes: keys and values, two buffers for each of `layers`; or latents, a buffer each, of two model's layers.
+    """A KVSpec's arguments for a ModelRunner without a pool: layers, kv_heads, head_dim, block_tokens, dtype. A row is bytes, and
+    each of `layers` has two buffers of rows: keys and values of a layer, or latents of two layers.
 
     Raises InvalidState for a model whose KV cache is something else.
     """
@@ -282,14 +282,16 @@ def geometry_of(runner: Any) -> dict[str, Any]:
 
 
 def check_states(configurator: Any) -> None:
-    """Raises InvalidState for a model whose requests have states beside KV, as SGLang describes its cache."""
+    """Raises InvalidState (field states) for a model whose requests have states beside KV, as SGLang describes its cache."""
     if configurator.mambaish_config is not None:
-        kind = type(configurator.mambaish_config).__name__
-        raise _unserved("mambaish_config", kind, "layers keep states of requests, which have ids of their own")
+        raise InvalidState(
+            "remap does not serve a model whose layers keep states of requests beside KV; unset REMAP_ENABLE to serve it",
+            states=type(configurator.mambaish_config).__name__,
+        )
 
 
 def set_buffers(pool: Any, spec: Any, ours: list[torch.Tensor]) -> None:
-    """Make the pool's buffers views of these, of shape (rows, 1, bytes), as many as `spec` has or one more.
+    """Make the pool's buffers views of these: uint8, (rows, 1, bytes). Of latents in an odd number of layers one is left over.
 
     Raises InvalidState (fields found, expected) if SGLang builds another pool than `spec` describes.
     """
