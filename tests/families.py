@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from seen import SEEN
+
 __all__ = ["FAMILIES", "VOCABULARY", "Family", "config_of", "made", "save"]
 
 VOCABULARY = 512
@@ -51,6 +53,8 @@ _SMALLER = {
     "conv_dim": 64,
     "block_ff_dim": 160,
     "head_dim": 16,
+    "out_hidden_size": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
     "bos_token_id": 1,
     "eos_token_id": 2,
     "initializer_range": 0.02,
@@ -61,8 +65,8 @@ _SMALLER = {
 class Family:
     """models: what is published of it, for example. architecture, config: classes of transformers. shape: of the small model.
     engine: what vLLM is started with. published: what SGLang reads of published configurations, and these classes leave out.
-    sglang: "runs", or why stock SGLang does not on a CPU. What runs has stock's tokens, while layers leave and come home; in vLLM
-    and transformers that is every family."""
+    sglang: "runs", or why stock SGLang does not on a CPU. attaches: whether `remap.attach` takes it, or refuses it. What runs has
+    stock's tokens, while layers leave and come home; in vLLM that is every family, in transformers every one that attaches."""
 
     models: str
     architecture: str
@@ -71,6 +75,7 @@ class Family:
     engine: dict[str, Any] = field(default_factory=dict)
     published: dict[str, Any] = field(default_factory=dict)
     sglang: str = "runs"
+    attaches: bool = True
 
 
 def _shape(*without: str, **more: Any) -> dict[str, Any]:
@@ -85,12 +90,17 @@ _STATE = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 4,
 }
-_VISION = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 14}
-_SIGLIP = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
+_VISION = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 14, "initializer_range": 0.08}
+_TOWER = {**_VISION, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
+_QWEN_VISION = {**_VISION, "depth": 2, "num_heads": 2, "out_hidden_size": 256}
+_QWEN_TOKENS = {"image_token_id": 100, "video_token_id": 99, "vision_start_token_id": 97, "vision_end_token_id": 98}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_HEARS = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 128}
 _GPT2 = {"vocab_size": VOCABULARY, "n_positions": 4096, "n_embd": 256, "n_layer": 8, "n_head": 4}
 _GPT2 |= {name: _SIZE[name] for name in ("initializer_range", "bos_token_id", "eos_token_id")}
 _EVERY_HEAD = "num_key_value_heads"
-_GEMMA = {**_WIDE, "head_dim": 64, "sliding_window": 64, "initializer_range": 0.01}  # else a token's choice is itself
+# Their embeddings are tied and scaled: any larger, and a token is followed by itself.
+_GEMMA = {**_WIDE, "head_dim": 64, "sliding_window": 64, "initializer_range": 0.01}
 _GEMMA4 = {**_GEMMA, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 0}
 _LATENT = {
     **_shape(_EVERY_HEAD, **_WIDE, **_EXPERTS),
@@ -124,6 +134,7 @@ _LARGE = {"kv_cache_memory_bytes": 18 << 20}  # keys and values of every head
 _STATES = "refused: states beside KV, for which stock needs a GPU"
 _NO_CPU = "not tried: stock has no attention for it on a CPU"
 _NONE = "none there"
+_UNSEEN = "not tried with pictures or sound"
 
 
 def _windows(layers: int, full: int) -> dict[str, Any]:
@@ -132,6 +143,13 @@ def _windows(layers: int, full: int) -> dict[str, Any]:
     kinds = ["full_attention" if layer % every == every - 1 else "sliding_attention" for layer in range(layers)]
     return _shape(**_GEMMA) | {"num_hidden_layers": layers, "layer_types": kinds}
 
+
+_GEMMA3 = {
+    "text_config": _windows(8, 4),
+    "vision_config": {**_TOWER, "vision_use_head": False},
+    "mm_tokens_per_image": 4,
+}
+_GEMMA3 |= {"image_token_index": 100, "boi_token_index": 98, "eoi_token_index": 99}
 
 FAMILIES = {
     "llama": Family(
@@ -168,14 +186,29 @@ FAMILIES = {
         sglang=_STATES,
     ),
     "qwen3.5-pictures": Family(
-        "Qwen3.5 as published, without pictures (`--limit-mm-per-prompt`)",
+        "Qwen3.5, with pictures",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5Config",
-        {"text_config": _shape(**_WIDE, **_STATE, head_dim=64)}
-        | {"vision_config": {**_VISION, "depth": 2, "num_heads": 2, "out_hidden_size": 256}}
-        | {"image_token_id": 100, "video_token_id": 99, "vision_start_token_id": 97, "vision_end_token_id": 98},
-        _BFLOAT16 | {"limit_mm_per_prompt": {"image": 0, "video": 0}},
+        {"text_config": _shape(**_WIDE, **_STATE, head_dim=64), "vision_config": _QWEN_VISION, **_QWEN_TOKENS},
+        _BFLOAT16,
         sglang=_STATES,
+    ),
+    "qwen2.5-vl": Family(
+        "Qwen2.5-VL, with pictures",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {"text_config": _shape(**_WIDE, rope_parameters=_ROPE | {"mrope_section": [8, 12, 12]}), **_QWEN_TOKENS}
+        | {"vision_config": _QWEN_VISION | {"window_size": 56, "fullatt_block_indexes": [1]}},
+        sglang=_UNSEEN,
+    ),
+    "qwen3-vl": Family(
+        "Qwen3-VL, with pictures, which enter several layers; here with chunked prompts and a prefix cache",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        {"text_config": _shape(**_WIDE, head_dim=64, rope_parameters=_ROPE | {"mrope_section": [8, 12, 12]})}
+        | {"vision_config": _QWEN_VISION | {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}, **_QWEN_TOKENS},
+        {"max_num_batched_tokens": 64, "enable_prefix_caching": True},
+        sglang=_UNSEEN,
     ),
     "gemma2": Family(
         "Gemma 2; in SGLang without its softcap of logits, whose kernel needs a GPU",
@@ -191,11 +224,17 @@ FAMILIES = {
         _windows(8, 4),
     ),
     "gemma3-pictures": Family(
+        "Gemma 3 4B to 27B, with pictures",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        _GEMMA3,
+        sglang=_UNSEEN,
+    ),
+    "gemma3-published": Family(
         "Gemma 3 4B to 27B as published, without pictures (`--limit-mm-per-prompt`)",
         "Gemma3ForConditionalGeneration",
         "Gemma3Config",
-        {"text_config": _windows(8, 4), "vision_config": {**_VISION, **_SIGLIP}, "mm_tokens_per_image": 4}
-        | {"image_token_index": 100, "boi_token_index": 98, "eoi_token_index": 99},
+        _GEMMA3,
         {"limit_mm_per_prompt": {"image": 0}},
         sglang="not tried: transformers 5 saves its tensors under names that SGLang does not read",
     ),
@@ -271,6 +310,15 @@ FAMILIES = {
         "MistralForCausalLM",
         "MistralConfig",
         _shape(**_WIDE, head_dim=64, sliding_window=None),
+    ),
+    "mistral3": Family(
+        "Mistral Small 3.1 and 3.2, with pictures",
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        {"text_config": {"model_type": "mistral", **_shape(**_WIDE, head_dim=64, sliding_window=None)}}
+        | {"vision_config": {**_TOWER, "model_type": "pixtral", "image_size": 84, "head_dim": 32}}
+        | {"image_token_index": 100, "spatial_merge_size": 2},
+        sglang=_UNSEEN,
     ),
     "mistral-windows": Family(
         "Mistral 7B v0.1: windows in all layers",
@@ -349,9 +397,45 @@ FAMILIES = {
         "BLOOM",
         "BloomForCausalLM",
         "BloomConfig",
-        {"hidden_size": 256, **{name: value for name, value in _GPT2.items() if name not in ("n_embd", "n_positions")}},
+        {name: value for name, value in _GPT2.items() if name not in ("n_embd", "n_positions")}
+        | {"hidden_size": 256, "initializer_range": 0.16},
         _LARGE,
         sglang=_NONE,
+    ),
+    "llava": Family(
+        "Llava 1.5, with pictures",
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {"text_config": {"model_type": "llama", **_shape(**_WIDE)}, "image_token_index": 100, "image_seq_length": 16}
+        | {"vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_hidden_layers": 3}},
+        sglang=_UNSEEN,
+    ),
+    "internvl": Family(
+        "InternVL 3 (its -hf models), with pictures",
+        "InternVLForConditionalGeneration",
+        "InternVLConfig",
+        {"text_config": {"model_type": "qwen2", **_shape(**_WIDE)}, "image_token_id": 100, "image_seq_length": 4}
+        | {"vision_config": {**_TOWER, "image_size": [56, 56], "patch_size": [14, 14]}},
+        sglang=_UNSEEN,
+    ),
+    "qwen2-audio": Family(
+        "Qwen2-Audio, with sound",
+        "Qwen2AudioForConditionalGeneration",
+        "Qwen2AudioConfig",
+        {"text_config": {"model_type": "qwen2", **_shape(**_WIDE)}, "audio_token_index": 100}
+        | {"audio_config": {"model_type": "qwen2_audio_encoder", "num_mel_bins": 80, "d_model": 64, **_HEARS}},
+        sglang=_UNSEEN,
+    ),
+    "whisper": Family(
+        "Whisper: the decoder's layers leave, the encoder's stay",
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {"vocab_size": VOCABULARY, "num_mel_bins": 80, "decoder_layers": 8, "decoder_attention_heads": 4, **_HEARS}
+        | {"d_model": 256, "decoder_ffn_dim": 704, "max_target_positions": 1024, "init_std": 0.08}
+        | {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1, "decoder_start_token_id": 3},
+        {"kv_cache_memory_bytes": 56 << 20, "max_model_len": 600},
+        attaches=False,
+        sglang=_UNSEEN,
     ),
 }
 
@@ -373,6 +457,11 @@ def _smaller(shape: dict[str, Any]) -> dict[str, Any]:
         made["global_head_dim"] = 16 * shape["global_head_dim"] // shape["head_dim"]
     if "text_config" in shape:
         made["text_config"] = _smaller(shape["text_config"])
+        made |= {
+            name: {**part, "out_hidden_size": 64}
+            for name, part in shape.items()
+            if name == "vision_config" and "out_hidden_size" in part
+        }
     return made
 
 
@@ -382,14 +471,33 @@ def made(family: str, small: bool = False, seed: int = 5) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    return getattr(transformers, FAMILIES[family].architecture)(config_of(family, small)).eval()
+    model = getattr(transformers, FAMILIES[family].architecture)(config_of(family, small)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1 and not weight.any():  # what Gemma 3 sees comes through one of these
+                weight.normal_(std=0.08)
+    return model
+
+
+# What transformers saves, and what is published and loaded by vLLM.
+_PUBLISHED = (("language_model.model.model.", "language_model.model."),)
+_PUBLISHED_TOWER = (("vision_tower.", "vision_tower.vision_model."),)
 
 
 def save(family: str, folder: Path) -> None:
-    """Its model, in the dtype that vLLM serves it in, for engines that load folders."""
+    """Its model, in the dtype that vLLM serves it in, for engines that load folders; and its processor, if it has one."""
     import torch
+    from safetensors.torch import load_file, save_file
 
-    made(family).to(getattr(torch, FAMILIES[family].engine.get("dtype", "float32"))).save_pretrained(folder)
+    found = FAMILIES[family]
+    made(family).to(getattr(torch, found.engine.get("dtype", "float32"))).save_pretrained(folder)
+    if family in SEEN:
+        SEEN[family].save(VOCABULARY, folder)
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        for old, new in _PUBLISHED + (_PUBLISHED_TOWER if family in ("llava", "gemma3-pictures") else ()):
+            tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

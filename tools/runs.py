@@ -76,7 +76,9 @@ Tests: [vLLM 0.32](../../tests/engines/vllm/test_families.py), [SGLang 0.5.23](.
 """
 
 MIDDLE = """
-Pictures and sound were not tried. vLLM 0.32 on a CPU itself does not serve Nemotron-H.
+Where the table says so, prompts have pictures or sound: the layers that write leave, and those that see or hear stay. Videos
+were not tried. `remap.attach` refuses Whisper, and Llama 3.2 with pictures, which vLLM 0.32 does not know. vLLM 0.32 on a CPU
+itself does not serve Nemotron-H.
 
 ## Settings
 
@@ -92,7 +94,10 @@ The refusals of [vLLM](vllm.md#works-refused-by-name), [SGLang](../sglang.md#wor
 
 def page() -> str:
     """The page's text."""
-    families = "".join(f"| {name} | {each.models} | runs | {each.sglang} | runs |\n" for name, each in FAMILIES.items())
+    families = "".join(
+        f"| {name} | {each.models} | runs | {each.sglang} | {'runs' if each.attaches else 'refused'} |\n"
+        for name, each in FAMILIES.items()
+    )
     settings = "".join(f"| {' | '.join(row)} |\n" for row in SETTINGS)
     return HEAD + families + MIDDLE + settings + TAIL
 

@@ -27,13 +27,13 @@ SHAPE = {
 }  # fmt: skip
 
 
-def randomised(model: Any, seed: int = 0) -> Any:
+def randomised(model: Any, seed: int = 0, size: float = 0.12) -> Any:
     """The model in eval mode with weights so large that greedy tokens vary and every layer matters. It never stops early."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-            parameter.copy_(noise * 0.12 + (1.0 if parameter.dim() == 1 else 0.0))
+            parameter.copy_(noise * size + (1.0 if parameter.dim() == 1 and not name.endswith("bias") else 0.0))
     model.generation_config.eos_token_id = None
     return model.eval()
 

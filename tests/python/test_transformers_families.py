@@ -14,6 +14,7 @@ import families  # noqa: E402
 import remap  # noqa: E402
 from families import FAMILIES  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
+from seen import SEEN, Seen  # noqa: E402
 
 GREEDY = {"max_new_tokens": 60, "do_sample": False}
 BRIEF = {"max_new_tokens": 2, "do_sample": False}
@@ -32,6 +33,7 @@ SIZES = {
     "qwen3-next": {"batch": 20},
     "qwen3.5": {"batch": 20},
     "qwen3.5-pictures": {"batch": 20},
+    "qwen2-audio": {"batch": 4},
 }
 
 
@@ -44,14 +46,22 @@ def one_thread():
 
 
 def make(family):
-    return randomised(families.made(family, small=True))
+    return randomised(families.made(family, small=True), size=0.3 if family == "bloom" else 0.12)
 
 
-def _same_under_pressure(model, batch=8, spare=70):
-    """Greedy and beam tokens of the attached model are those of before, though layers go and come."""
+def _same_under_pressure(model, batch=8, spare=70, seen=None):
+    """Greedy and beam tokens of the attached model are those of before, though layers go and come. seen: with a picture in
+    each prompt, or a sound."""
     given = prompts(batch, 9, padded=3)
+    if seen is not None:
+        given, other = seen.given(given), seen.given(given, seed=1)
+    text = given["input_ids"].shape[1]
     beams = {"max_new_tokens": 20, "do_sample": False, "num_beams": 2}
     expected = [model.generate(**given, **how) for how in (GREEDY, beams)]
+    assert max(len({*row}) for row in expected[0][:, text:].tolist()) > 3, (
+        "the model repeats itself: the test shows nothing"
+    )
+    assert seen is None or not torch.equal(model.generate(**other, **GREEDY), expected[0])
     with watched(model, spare=spare) as rig:
         assert torch.equal(model.generate(**given, **GREEDY), expected[0])
         rig.assert_moved()
@@ -63,9 +73,9 @@ def _same_under_pressure(model, batch=8, spare=70):
     return windows
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name, each in FAMILIES.items() if each.attaches])
 def test_tokens_of_a_family(family):
-    windows = _same_under_pressure(make(family), **SIZES.get(family, {}))
+    windows = _same_under_pressure(make(family), **SIZES.get(family, {}), seen=SEEN.get(family))
     config = families.config_of(family, small=True).get_text_config()
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
@@ -96,6 +106,12 @@ def test_bfloat16_and_a_model_of_another_dtype_than_its_name_says():
 TINY = {"vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 2}
 REFUSED = {
     "T5ForConditionalGeneration": ("encoder_decoder", {"vocab_size": 101, "d_model": 64, "num_layers": 2}),
+    "WhisperForConditionalGeneration": ("encoder_decoder", families.FAMILIES["whisper"].shape),
+    "MllamaForConditionalGeneration": (
+        "cross_attention",
+        {"text_config": TINY | {"num_attention_heads": 4, "cross_attention_layers": [1], "pad_token_id": 0}}
+        | {"vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2}},
+    ),
     "FalconH1ForCausalLM": (  # keys and values and a state in one layer
         "layer_types",
         TINY | {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "intermediate_size": 96},
@@ -122,6 +138,16 @@ def test_layers_under_a_name_of_their_own_are_found():
     with pytest.raises(InvalidArgument, match="found no layer list") as refused:
         remap.attach(model, "64MiB")
     assert refused.value.candidates == {"bert.encoder.layer": 5, "more": 5}
+
+
+def test_layers_of_the_part_that_writes_are_found():
+    """Of SmolVLM, whose configuration names the layers of its parts only."""
+    shape = TINY | {"num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 160, "model_type": "llama"}
+    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
+    config = transformers.SmolVLMConfig(image_token_id=100, scale_factor=2, text_config=shape, vision_config=vision)
+    seen = Seen("image", "", {}, {}, spread=4, tensors={"pixel_values": (1, 1, 3, 56, 56)})
+    model = randomised(transformers.SmolVLMForConditionalGeneration(config))
+    assert _same_under_pressure(model, batch=4, seen=seen) == (None,) * 4
 
 
 def test_projections_have_the_last_word():

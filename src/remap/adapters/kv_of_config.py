@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["KVShape", "caches_of", "kv_shape"]
 
-_BOTH = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")  # a state beside keys and values
+_BOTH = (
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+)  # a state beside keys and values
 _IN_BLOCKS = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -97,7 +100,8 @@ def kv_shape(model: Any, layers: Sequence[nn.Module], dtype: str | None = None) 
 def caches_of(model: Any) -> tuple[Any, Sequence[Any]]:
     """(the decoder's configuration, the caches that generate() makes for its layers).
 
-    Raises InvalidArgument (field what) for an encoder-decoder, and for caches of other kinds than keys and values or a state.
+    Raises InvalidArgument (field what) for an encoder-decoder, layers that attend to a picture, and caches of other kinds than
+    keys and values or a state.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -106,6 +110,8 @@ def caches_of(model: Any) -> tuple[Any, Sequence[Any]]:
         raise _refused(type(model).__name__, "is an encoder-decoder, which has two caches", what="encoder_decoder")
     config = config.get_text_config(decoder=True)
     name = type(model).__name__
+    if _of(config, "cross_attention_layers"):  # Mllama
+        raise _refused(name, "has layers that keep keys and values of a picture, not of tokens", what="cross_attention")
     # The cache that generate() itself would make. The cache holds no memory before its first pass.
     kept = DynamicCache(config=config).layers
     if (found := sorted({type(each).__name__ for each in kept if type(each) not in _KNOWN})) != []:

@@ -423,7 +423,8 @@ def _find_layers(model: Any) -> str:
         return find_layers(model)
     except InvalidArgument as error:
         lists: Any = error.candidates
-        found = [path for path, modules in lists.items() if modules == model.config.num_hidden_layers]
+        layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+        found = [path for path, modules in lists.items() if modules == layers]
         if len(found) != 1:
             raise
         return found[0]

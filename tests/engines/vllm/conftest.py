@@ -74,11 +74,11 @@ class Vllm:
         """What the last process printed."""
         return (self.folder / "said.log").read_text(errors="replace")
 
-    def family(self, name: str) -> str:
+    def family(self, name: str, **more: str) -> str:
         """The folder of that family's small model (tests/families.py)."""
         if not (self.folder / name).exists():
             program = "import pathlib, sys, families; families.save(sys.argv[1], pathlib.Path(sys.argv[1]))"
-            tests = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+            tests = os.pathsep.join([str(HERE.parents[1]), more.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))])
             run(["-c", program, name], cwd=self.folder, timeout_s=600, PYTHONPATH=tests)
         return name
 

@@ -6,7 +6,8 @@ run: {"name", "model", "remap": bool, "engine": keyword arguments of LLM, "setti
 "keep": bool, "wait": a file to wait for first, "touch": one to make at last,
 "calls": of workers, [method, *arguments] each, made after the step "calls_at", "load": one before all rounds}.
 request: {"prompt": token ids, "new": int, "at": the step before which it arrives, "abort": the step before which
-it is aborted, "params": of SamplingParams ("structured": of StructuredOutputsParams), "lora": folder, "priority": int}.
+it is aborted, "image" and "audio": seeds of what the prompt holds,
+"params": of SamplingParams ("structured": of StructuredOutputsParams), "lora": folder, "priority": int}.
 "tokens" of a request with several answers are those of all.
 
 OUT: by name of the run {"rounds": [{"tokens", "outputs", "cached", "alphas", "free", "usable", "reset"}, ...], "preempted", ...}.
@@ -46,6 +47,22 @@ def _tokens(answers: dict[int, list[int]]) -> list[Any]:
     """Of one answer, or of all."""
     in_order = [answers[index] for index in sorted(answers)]
     return in_order if len(in_order) > 1 else [token for answer in in_order for token in answer]
+
+
+def _seen(request: dict[str, Any]) -> dict[str, Any]:
+    """Noise, as pictures and as sound."""
+    import numpy as np
+
+    draws = {
+        "image": lambda draw: draw.integers(0, 255, (84, 84, 3), dtype=np.uint8),
+        "audio": lambda draw: (draw.normal(size=8000).astype(np.float32), 16000),
+    }
+    data = {
+        kind: [drawn(np.random.default_rng(seed)) for seed in request[kind]]
+        for kind, drawn in draws.items()
+        if kind in request
+    }
+    return {"multi_modal_data": data} if data else {}
 
 
 class Stepper:
@@ -108,7 +125,7 @@ class Stepper:
                     wanted["logit_bias"] = {int(token): bias for token, bias in wanted["logit_bias"].items()}
                 params = SamplingParams(**wanted)
                 lora = LoRARequest("one", 1, request["lora"]) if "lora" in request else None
-                prompt = {"prompt_token_ids": request["prompt"]}
+                prompt = {"prompt_token_ids": request["prompt"], **_seen(request)}
                 priority = request.get("priority", 0)
                 self.engine.add_request(f"{number}-{index}", prompt, params, lora_request=lora, priority=priority)
                 results[f"{number}-{index}"] = {"answers": {}, "cached": 0, "outputs": 0}

@@ -12,8 +12,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="runs where vLLM is installed: make test-engines")
 
+import torch
 import vllm.platforms
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
@@ -205,7 +207,6 @@ def test_layers_are_breaks_of_graphs_that_vllm_breaks_by_itself(
     offloader: RemapOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's default for some families, without a compiler: no layer waited in a replay, since the operators were captured."""
-    import torch
     from vllm.compilation import breakable_cudagraph
 
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
@@ -232,7 +233,8 @@ def test_layers_are_breaks_of_graphs_that_vllm_breaks_by_itself(
             return call()
 
     made = RemapOffloader()
-    layers = torch.nn.Sequential(*made.wrap_modules(torch.nn.Linear(4, 4) for _ in range(2)))
+    made.bracket(torch.nn.Linear(4, 4) for _ in range(2))
+    layers = torch.nn.Sequential(*made.layers)
     breakable_cudagraph.BreakableCUDAGraphCapture._tls.active = capture = Capture()
     try:
         layers(torch.ones(1, 4))  # captured outside of a pass: nothing waits
@@ -281,3 +283,18 @@ def test_without_pieces_nothing_is_split(monkeypatch: pytest.MonkeyPatch, mode: 
     on_a_gpu(monkeypatch)
     engine_internals.split_at_layers(config)
     assert config.compilation_config.splitting_ops == theirs
+
+
+def test_the_layers_are_those_that_keep_keys_and_values() -> None:
+    """An encoder's stay where they are, and a second stack that keeps some is refused."""
+
+    class Keeps(torch.nn.Module, AttentionLayerBase):
+        get_attn_backend = get_kv_cache_spec = None
+
+    made, encoder, layers, more = RemapOffloader(), [torch.nn.Linear(4, 4)], [Keeps(), Keeps()], [Keeps()]
+    assert made.wrap_modules(iter(encoder)) == encoder and made.layers == []
+    assert made.wrap_modules(iter(layers)) == made.layers == layers
+    assert made.wrap_modules(iter(encoder)) == encoder
+    with pytest.raises(InvalidState) as refused:
+        made.wrap_modules(iter(more))
+    assert refused.value.layers == 2 and made.layers == layers

@@ -17,7 +17,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from remap.adapters.vllm import engine_internals
@@ -48,6 +54,16 @@ def request(name: str, prompt: list[int], **more: Any) -> Request:
 
 def prefixes(of: KVCacheManager) -> engine_internals.Prefixes:
     return engine_internals.Prefixes(SimpleNamespace(kv_cache_manager=of))
+
+
+def test_what_an_encoder_heard_takes_as_many_blocks_however_much_is_said_of_it():
+    shape = {"block_size": SIZE, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
+    specs = FullAttentionSpec(**shape), CrossAttentionSpec(**shape)
+    groups = [KVCacheGroupSpec([str(spec)], spec) for spec in specs]
+    scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=groups), is_encoder_decoder=True)
+    heard = SimpleNamespace(mm_features=["a sound"], get_num_encoder_embeds=lambda index: 5 * SIZE + 1)
+    found = [engine_internals.blocks_of(scheduler, heard, tokens, SIZE) for tokens in (1, SIZE, 9 * SIZE)]
+    assert found == [1 + 6, 1 + 6, 9 + 6]
 
 
 def admit(of: KVCacheManager, one: Request) -> int:

@@ -55,7 +55,8 @@ _FIELDS = (
     ("vllm.v1.core.sched.scheduler", "Scheduler", "block_size connector kv_cache_config kv_cache_manager"),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "max_model_len max_num_running_reqs num_lookahead_tokens"),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "prev_step_scheduled_req_ids running scheduler_config vllm_config"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "waiting has_unfinished_requests reset_prefix_cache"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "is_encoder_decoder waiting has_unfinished_requests"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "reset_prefix_cache"),
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "schedule"),
     ("vllm.v1.core.sched.output", "SchedulerOutput", "num_scheduled_tokens total_num_scheduled_tokens"),
     ("vllm.v1.core.sched.output", "SchedulerOutput", "scheduled_new_reqs scheduled_cached_reqs"),
@@ -73,7 +74,7 @@ _FIELDS = (
     ("vllm.v1.kv_cache_interface", "KVCacheSpec", "block_size page_size_bytes"),
     ("vllm.v1.request", "Request", "block_hashes client_index get_finished_reason is_finished num_computed_tokens"),
     ("vllm.v1.request", "Request", "num_output_placeholders num_tokens num_tokens_with_spec request_id status"),
-    ("vllm.v1.request", "Request", "take_events trace_headers"),
+    ("vllm.v1.request", "Request", "get_num_encoder_embeds mm_features take_events trace_headers"),
     ("vllm.v1.request", "RequestStatus", "FINISHED_ERROR"),
     ("vllm.v1.worker.worker_base", "WorkerBase", "cache_config model_runner rank vllm_config shutdown init_device"),
     ("vllm.v1.worker.worker_base", "WorkerBase", "load_model"),
@@ -111,6 +112,7 @@ TOUCHED = (
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
     Touched("vllm.v1.engine.core", "EngineCore._initialize_effective_attention_block_size", "self"),
     Touched("vllm.model_executor.models.utils", "make_layers"),
+    Touched("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase"),
     Touched("vllm.model_executor.offloader.base", "BaseOffloader.wrap_modules", "self modules_generator prefix"),
     Touched("vllm.model_executor.offloader.base", "BaseOffloader._wait_for_layer", "self layer_idx"),
     Touched("vllm.model_executor.offloader.base", "BaseOffloader._start_prefetch", "self layer_idx"),
@@ -144,6 +146,7 @@ TOUCHED = (
     Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.append_n", "self blocks"),
     Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.get_all_free_blocks", "self"),
     Touched("vllm.v1.kv_cache_interface", "KVCacheTensor.block_stride"),
+    Touched("vllm.v1.kv_cache_interface", "CrossAttentionSpec"),
     Touched("vllm.v1.kv_cache_interface", "KVCacheGroupSpec.kv_cache_spec"),
     Touched("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs.kv_cache_specs"),
     Touched("vllm.config.compilation", "CompilationConfig.static_forward_context"),
@@ -364,6 +367,13 @@ def kv_allocated_in(memory: Any, nbytes: int) -> Iterator[None]:
             nbytes=nbytes,
             asked=len(answered),
         )
+
+
+def keep_kv(layers: Iterable[Any]) -> bool:
+    """Whether one of these layers has a KV cache, or a state: those of an encoder have none."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return any(isinstance(each, AttentionLayerBase) for layer in layers for each in layer.modules())
 
 
 def layers_of_transformers(model: Any) -> Sequence[Any]:
@@ -695,6 +705,19 @@ def show_blocks(scheduler: Any, visible: int) -> None:
     manager = scheduler.kv_cache_manager
     manager.block_pool.num_gpu_blocks = visible
     manager.watermark_blocks = int(scheduler.scheduler_config.watermark * visible)
+
+
+def blocks_of(scheduler: Any, request: Any, tokens: int, size: int) -> int:
+    """Number of blocks, of `size` tokens, that `tokens` tokens of this request take in all cache groups: in those of
+    cross-attention (Whisper) as many as its encoder's output takes, from its first token to its last."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    if not getattr(scheduler, "is_encoder_decoder", False):
+        return len(groups) * -(-tokens // size)
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec
+
+    heard = sum(map(request.get_num_encoder_embeds, range(len(request.mm_features))))
+    kinds = (isinstance(group.kv_cache_spec, CrossAttentionSpec) for group in groups)
+    return sum(-(-(heard if crosses else tokens) // size) for crosses in kinds)
 
 
 def blocks_held(scheduler: Any, request: Any) -> int:

@@ -21,6 +21,8 @@ from vllm.model_executor.offloader.base import BaseOffloader, set_offloader
 from remap.errors import InvalidState
 from remap.internals import internals
 
+from . import engine_internals
+
 __all__ = ["RemapOffloader"]
 
 
@@ -81,15 +83,16 @@ class RemapOffloader(BaseOffloader):
         self._whole = True
 
     def wrap_modules(self, modules_generator: Iterator[nn.Module], prefix: str = "") -> list[nn.Module]:
-        if self._loaded():
-            return list(modules_generator)
+        modules = list(modules_generator)
+        if self._loaded() or not engine_internals.keep_kv(modules):  # an encoder of sound stays
+            return modules
         if self.layers:
             raise InvalidState(
-                "the model has a second stack of layers (an encoder), and remap streams only one; nothing was attached; serve "
-                "without the second stack, or without remap",
+                "the model has a second stack of layers that keep keys and values, and remap streams only one; nothing was "
+                "attached; serve without remap",
                 layers=len(self.layers),
             )
-        self.bracket(modules_generator)
+        self.bracket(modules)
         return self.layers
 
     def bracket(self, modules: Iterable[nn.Module]) -> None:

@@ -146,8 +146,8 @@ class Scheduler(Base):
 
     def _missing(self, request: Any, more: int) -> int:
         tokens = request.num_tokens_with_spec + request.num_output_placeholders + self.num_lookahead_tokens + more
-        whole = -(-min(tokens, self.max_model_len) // self._step_tokens)
-        return max(0, whole * len(self.kv_cache_config.kv_cache_groups) - engine_internals.blocks_held(self, request))
+        whole = engine_internals.blocks_of(self, request, min(tokens, self.max_model_len), self._step_tokens)
+        return max(0, whole - engine_internals.blocks_held(self, request))
 
     def _grow(self, request: Any, num_new_tokens: int) -> bool:
         """Ask for blocks that vLLM lacks for this request. Returns whether there are more free blocks now.
