@@ -51,6 +51,9 @@ _SMALLER = {
     "linear_value_head_dim": 16,
     "block_dim": 64,
     "conv_dim": 64,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 128,
+    "shared_intermediate_size": 160,
     "block_ff_dim": 160,
     "head_dim": 16,
     "out_hidden_size": 64,
@@ -90,6 +93,7 @@ _STATE = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 4,
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 32}
 _VISION = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 14, "initializer_range": 0.08}
 _TOWER = {**_VISION, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
 _QWEN_VISION = {**_VISION, "depth": 2, "num_heads": 2, "out_hidden_size": 256}
@@ -344,6 +348,21 @@ FAMILIES = {
         "Lfm2Config",
         _shape(**_WIDE, conv_dim=256, block_dim=256, block_ff_dim=704, block_auto_adjust_ff_dim=False)
         | {"layer_types": ["conv", "full_attention"] * 4},
+        sglang=_STATES,
+    ),
+    "granite-hybrid": Family(
+        "Granite 4 H: state beside KV in most layers",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        _shape(**_WIDE, **_MAMBA, layer_types=["mamba", "attention"] * 4, num_local_experts=0)
+        | {"shared_intermediate_size": 704},
+        sglang=_STATES,
+    ),
+    "falcon-h1": Family(
+        "Falcon-H1: state and KV in every layer",
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        _shape(**_WIDE, **_MAMBA, mamba_d_ssm=512),
         sglang=_STATES,
     ),
     "olmo3": Family("OLMo 3", "Olmo3ForCausalLM", "Olmo3Config", _shape(**_WIDE, sliding_window=64)),

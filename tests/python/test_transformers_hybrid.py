@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from attached_models import as_cache, prompts, randomised, watched  # noqa: E402
 from test_transformers_families import make, one_thread  # noqa: E402, F401  (the fixture: for every test)
-from transformers.cache_utils import DynamicCache  # noqa: E402
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer  # noqa: E402
 
 import families  # noqa: E402
 import remap  # noqa: E402
@@ -19,7 +19,7 @@ from remap.errors import InvalidArgument, InvalidState, OutOfBlocks  # noqa: E40
 
 GREEDY = {"max_new_tokens": 30, "do_sample": False}
 BRIEF = {"max_new_tokens": 2, "do_sample": False}
-HYBRIDS = ["qwen3.5", "lfm2"]  # recurrent states; convolutions only
+HYBRIDS = ["qwen3.5", "lfm2", "falcon-h1"]  # recurrent states; convolutions only; both beside keys and values
 
 
 def bare_cache(model):
@@ -70,7 +70,7 @@ def test_turns_selections_and_a_reset_are_those_of_a_dynamic_cache(family):
         got.append(model.generate(**padded, **GREEDY, **as_cache(cache)))  # another number of sequences
         assert all(torch.equal(mine, bare) for mine, bare in zip(got, expected))
         for layer, kept in zip(cache.layers, bare_cache(model).layers):
-            assert isinstance(layer, type(kept)) is hasattr(kept, "conv_states")
+            assert isinstance(layer, LinearAttentionLayer) is hasattr(kept, "conv_states")
         with pytest.raises(InvalidArgument):
             cache.batch_select_indices(torch.tensor([2]))
         assert cache.batch_size == 2 and len(cache.layers[0].conv_states[0]) == 2

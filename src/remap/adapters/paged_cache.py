@@ -309,7 +309,7 @@ class StateBlockLayer(BlockLayer, LinearAttentionLayer):
 
     lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]
     crop = LinearAttentionLayer.crop
-    is_croppable = LinearAttentionLayer.is_croppable  # type: ignore[assignment]
+    is_croppable = LinearAttentionLayer.is_croppable
 
     def __init__(self, kept: Any, *of_blocks: Any) -> None:
         BlockLayer.__init__(self, *of_blocks)
