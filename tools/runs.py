@@ -80,6 +80,9 @@ Where the table says so, prompts have pictures or sound: the layers that write l
 were not tried. `remap.attach` refuses Whisper, and Llama 3.2 with pictures, which vLLM 0.32 does not know. vLLM 0.32 on a CPU
 itself does not serve Nemotron-H.
 
+Stock SGLang on a CPU needs two changes, for [latents](sglang.md#latents) and
+[LoRA](sglang.md#settings-that-stock-has-on-a-gpu-only). The tests make them on both sides.
+
 ## Settings
 
 | what | vLLM | SGLang | transformers |

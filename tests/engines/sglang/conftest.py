@@ -132,7 +132,10 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
 
 @pytest.fixture(scope="module")
 def forks(engines: Engines) -> Iterator[Engines]:
-    """Engines that start at once (forks.py), one at a time."""
+    """Engines that start at once (forks.py), one at a time. On a GPU, which no fork may use, engines as they are."""
+    if engines.cuda:
+        yield engines
+        return
     command = [engines.python, str(HERE / "forks.py")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=engines.environment(), cwd=engines.work, text=True, **pipes) as process:
