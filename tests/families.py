@@ -450,7 +450,13 @@ FAMILIES = {
         "WhisperForConditionalGeneration",
         "WhisperConfig",
         {"vocab_size": VOCABULARY, "num_mel_bins": 80, "decoder_layers": 8, "decoder_attention_heads": 4, **_HEARS}
-        | {"d_model": 256, "decoder_ffn_dim": 704, "max_target_positions": 1024, "init_std": 0.08}
+        | {
+            "d_model": 256,
+            "decoder_ffn_dim": 704,
+            "max_target_positions": 1024,
+            "init_std": 0.08,
+            "max_source_positions": 100,
+        }
         | {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1, "decoder_start_token_id": 3},
         {"kv_cache_memory_bytes": 56 << 20, "max_model_len": 600},
         attaches=False,

@@ -168,7 +168,7 @@ SEEN = {
     "whisper": Seen(
         "audio",
         "WhisperProcessor",
-        {"feature_extractor": ("WhisperFeatureExtractor", {"feature_size": 80})},
+        {"feature_extractor": ("WhisperFeatureExtractor", {"feature_size": 80, "chunk_length": 2})},
         {},
         always=True,
     ),

