@@ -200,6 +200,7 @@ TYPERS_OWN = {"--install-completion", "--show-completion"}  # they change the us
 
 ELSEWHERE = {
     *("--mem-fraction-static", "--max-total-tokens", "--enable-hierarchical-cache"),  # SGLang's
+    *("--page-size", "--disable-hybrid-swa-memory"),  # and these
     "--no-deps",  # pip's
     "--node-ip-address",  # Ray's
     *(
