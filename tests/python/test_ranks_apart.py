@@ -22,6 +22,7 @@ from sharing_worlds import set_times, times_of
 import remap
 from remap.adapters.vllm.apart import Apart, RankApart
 from remap.broker.server import Broker
+from remap.errors import DriverError, InvalidState
 from remap.internals import internals
 from remap.ranks import RankReport, Runs, ids
 
@@ -41,7 +42,7 @@ KNOBS = remap.advanced.Knobs(
 class World:
     """leaving: ids that have to leave, and are in use. used: id -> the value in all of its bytes, on every rank."""
 
-    def __init__(self, undo: ExitStack, folder: Path, brokers: int, count: int = 2) -> None:
+    def __init__(self, undo: ExitStack, folder: Path, brokers: int, count: int = 2, blocks: int = 4000) -> None:
         made = [
             undo.enter_context(Broker(folder / f"b{number}", PAGES * PAGE * count // brokers, PAGE))
             for number in range(brokers)
@@ -53,12 +54,13 @@ class World:
         self.tenants = [each.attach_bytes(theirs, name="other", kv=spec, config=KNOBS) for each in self.others]
         self.layers = make_layers([2] * LAYERS, 1)
         self.ranks: list[RankApart] = []
-        self.moved = 0
+        self.moved, self.blocks, self.may_move = 0, blocks, True
         for rank in range(count):
             session = undo.enter_context(opened(on[rank]))
             spec = make_spec(LAYERS, min_blocks=FIRST, max_blocks=4000)
             tenant = session.attach_bytes(self.layers, name="m", kv=spec, config=KNOBS)
-            self.ranks.append(RankApart(session, tenant, rank, renamed=self.renamed))
+            how: Any = {"blocks": blocks, "may_move": lambda: self.may_move, "renamed": self.renamed}
+            self.ranks.append(RankApart(session, tenant, rank, **how))
             set_times(self.ranks[-1], times_of(LAYERS, 1.0, 0.1))
         self.opened, self.leaving, self.used = set[int](), set[int](), dict[int, int]()
         self.asleep, self.value, self.kept = False, 0, 0
@@ -161,13 +163,16 @@ class World:
             for block, value in self.used.items():
                 assert read_block(rank.tenant, self.place(rank, block)) == {value}, (rank.rank, block)
             if self.asleep:
+                assert not rank._held, "what nobody uses goes back"
                 continue
             forward(rank.session, rank.tenant, self.layers)
             pool = internals(rank.tenant).kv.pool
             places = [self.place(rank, block) for block in self.opened | self.leaving]
             assert len(set(places)) == len(places), "two of the engine's blocks in one place"
+            in_use = set(rank.places.values()) if rank.rank else self.leaving
+            assert rank._held <= in_use, "what nobody uses goes back"
             if rank.rank:
-                assert rank._held <= set(rank.places.values()), "what nobody uses goes back"
+                assert max(places) < self.blocks, "one of them lies outside of the engine's tensors"
                 assert len(self.ranks) > 2 or rank.places.keys() == self.opened | self.leaving
             assert pool.holds(places), "one of them lies in a page that others may have"
 
@@ -225,3 +230,90 @@ def test_rank_0_does_not_grow_for_what_another_rank_lacks(tmp_path: Path) -> Non
         for _ in range(5):
             world.step(60)
         assert world.ranks[0].tenant.kv.usable_blocks == had
+
+
+def leaving_rank_1(world: World) -> RankApart:
+    """Blocks in use there have to leave: the layers in whose pages they lie come home. There is room for them elsewhere."""
+    rank = world.ranks[1]
+    world.check()
+    remap.advanced.remap(rank.session, "m", 2, 1, "nested")
+    world.step(30)
+    world.use(100)
+    rank.session.step({"m": remap.Demand(20, 0)})
+    remap.advanced.remap(rank.session, "m", 0, 1, "nested", drain=True)
+    assert rank._held and rank._held <= set(rank.places.values())
+    return rank
+
+
+def test_a_move_that_fails_changes_nothing_and_is_made_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(pairs: Any) -> None:
+        raise DriverError("the device refuses the copy")
+
+    with ExitStack() as undo:
+        world = World(undo, tmp_path, 2)
+        rank = leaving_rank_1(world)
+        before = dict(rank.places)
+        with monkeypatch.context() as patched:
+            patched.setattr(internals(rank.tenant).kv, "move", refused)
+            world.step(0)
+        assert rank.places == before and rank._held and not world.moved
+        world.check()
+        monkeypatch.setattr(internals(rank.tenant).kv, "unfinished", True)
+        rank._tidy()
+        assert not world.moved, "the next pass zeroes what the device has refused to zero, also where blocks would go"
+        monkeypatch.undo()
+        world.step(0)
+        assert world.moved and not rank._held
+        world.check()
+
+
+def test_blocks_stay_where_tables_cannot_be_renamed(tmp_path: Path) -> None:
+    with ExitStack() as undo:
+        world = World(undo, tmp_path, 2)
+        world.may_move = False
+        rank = leaving_rank_1(world)
+        before = dict(rank.places)
+        world.step(0)
+        assert rank.places == before and rank._held and not world.moved
+        world.check()
+        world.sleep()
+        world.check()
+        world.step(0)
+        assert not world.asleep
+        world.check()
+
+
+def test_no_block_lies_outside_of_the_engines_tensors(tmp_path: Path) -> None:
+    """They have fewer blocks than a rank may have pages for."""
+    with ExitStack() as undo:
+        world = World(undo, tmp_path, 2, blocks=20)
+        for _ in range(3):
+            world.step(60)
+            world.check()
+        assert len(internals(world.ranks[1].tenant).kv.pool.open_ids()) > 20
+
+
+def test_layers_of_rank_0_come_home_from_blocks_that_another_rank_lacked(tmp_path: Path) -> None:
+    """The engine never had these blocks, so it gives none of them back."""
+    with ExitStack() as undo:
+        world = World(undo, tmp_path, 2)
+        world.check()
+        for number in range(2):
+            world.others_want(number, 400)
+        session, rank = world.ranks[1].session, world.ranks[0]
+        for layer in range(LAYERS):
+            remap.advanced.declare_registered(session, remap.advanced.layer_address(session, "m", layer), 64)
+        world.step(60)
+        away = rank.tenant.remapped
+        assert away and len(world.opened) < rank.tenant.kv.usable_blocks
+        for _ in range(4):
+            world.step(0)
+            world.check()
+        assert rank.tenant.remapped < away
+
+
+def test_all_ranks_have_to_answer() -> None:
+    """As where each of them has an engine of its own around it."""
+    with pytest.raises(InvalidState) as caught:
+        Apart(lambda method, *args: [RankReport(((0, 4),), (0, 0))], 2)
+    assert (caught.value.fields["ranks"], caught.value.fields["answers"]) == (2, 1)

@@ -818,7 +818,10 @@ class Rank:
     def __call__(self, method: str, args: Any = ()) -> list[Any]:
         if method == "remap_call":
             if args[0] == "wake":
-                return [self._woken.pop(0)]
+                woken = self._woken.pop(0)
+                if isinstance(woken, Exception):
+                    raise woken
+                return [woken]
             return [self._report if args[0] == "report" else None]
         return [{"arena": self.arena, "first_blocks": 6} if method == "remap_manifest" else False]
 
@@ -858,7 +861,7 @@ def test_blocks_that_came_back_without_their_kv_are_found_in_no_prefix_cache() -
         scheduler_config=SimpleNamespace(watermark=0.0),
         connector=None,
     )
-    woken = [None, RankReport(((0, 3), (4, 5)), (0, 0), lost=((1, 4),))]
+    woken = [None, InvalidState("a rank's device refuses"), RankReport(((0, 3), (4, 5)), (0, 0), lost=((1, 4),))]
     executor = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1), collective_rpc=Rank("unix:/broker", woken)
     )
@@ -867,6 +870,12 @@ def test_blocks_that_came_back_without_their_kv_are_found_in_no_prefix_cache() -
     evicted.clear()
     assert not link.wake() and link.asleep  # no pages for its layers: nothing has changed
     assert not evicted and sorted(queue) == [1, 2, 3]
+    with pytest.raises(
+        InvalidState
+    ):  # one of several ranks: of what others have lost they tell once, and nobody has heard it
+        link.wake()
+    assert link.asleep and set(evicted) == {0, 1, 2, 3}
+    evicted.clear()
     assert link.wake() and not link.asleep
     assert set(evicted) == {1, 2, 3}
     assert sorted(queue) == [1, 2, 4] and link.books.opened == {0, 1, 2, 4}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from remap.errors import InvalidState
 from remap.internals import internals
 from remap.ranks import Rank, RankGroup, RankReport, Runs, ids, runs
 
@@ -30,14 +31,22 @@ class Followed(NamedTuple):
 
 
 class RankApart(Rank):
-    """One such rank. places: id of the engine's -> id here; empty on rank 0, where they are the same. renamed: is told which
-    blocks in use have moved here, id -> id, when their contents have."""
+    """One such rank. places: id of the engine's -> id here; empty on rank 0, where they are the same. blocks: of the engine's
+    tensors; no place lies beyond. may_move: whether blocks in use may. renamed: is told which have moved here, id -> id, when their
+    contents have."""
 
-    def __init__(self, *args: Any, renamed: Callable[[dict[int, int]], None], **more: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        blocks: int,
+        may_move: Callable[[], bool],
+        renamed: Callable[[dict[int, int]], None],
+        **more: Any,
+    ) -> None:
         super().__init__(*args, **more)
         self.decides = True
         self.places: dict[int, int] = {}
-        self._renamed = renamed
+        self._blocks, self._may_move, self._renamed = blocks, may_move, renamed
         self._spare: list[int] = []  # open here, and no place of any; ascending
 
     def report(self, unmet: int = 0, reason: str = "") -> RankReport:
@@ -95,12 +104,15 @@ class RankApart(Rank):
 
     def _tidy(self) -> None:
         """What is not open here any more leaves: blocks in use move, as far as there is room, and the others go at once."""
-        opened, used = set(internals(self.tenant).kv.pool.open_ids()), set(self.places.values())
+        kv, used = internals(self.tenant).kv, set(self.places.values())
+        opened = {block for block in kv.pool.open_ids() if block < self._blocks}
         moves = dict(zip(sorted(used - opened), sorted(opened - used)))
-        if moves:
-            internals(self.tenant).kv.move(list(moves.items()))
-            self.places = {block: moves.get(place, place) for block, place in self.places.items()}
-            self._renamed(moves)
+        # Not to where the next pass is to zero what the device has refused to. Who does not move keeps its place until it is freed.
+        if moves and not kv.unfinished and self._may_move():
+            with self._serving_on():
+                kv.move(list(moves.items()))
+                self.places = {block: moves.get(place, place) for block, place in self.places.items()}
+                self._renamed(moves)
             used = set(self.places.values())
         gone = sorted(self._held - used)
         if gone:
@@ -115,7 +127,15 @@ class Apart(RankGroup):
         self._ask, self.ranks = ask, ranks
         self._placed: set[int] = set()  # on every rank but 0, where all blocks are
         self._beyond = self._count = 0  # blocks that rank 0 has, and the engine does not; that the engine has
-        self._first = self._report = ask("report")[0]
+        reports = ask("report")
+        if len(reports) != ranks:
+            raise InvalidState(
+                f"{len(reports)} of {ranks} ranks answered, and each has blocks of its own; nothing was handed out; start "
+                "the engine with an executor that reaches all of its ranks",
+                ranks=ranks,
+                answers=len(reports),
+            )
+        self._first = self._report = reports[0]
         self.woken([self._first] * ranks)
 
     def step(self, blocks: int, free: int, anyway: bool = False, can_wait: bool = False) -> RankReport | None:
@@ -124,6 +144,9 @@ class Apart(RankGroup):
         report, others, need = answers[0], answers[1:], max(0, blocks - free)
         short = max(each.short for each in (others if report is None else (*others, report)))
         most = need + self._count // 8 if need else 0
+        left = set() if report is None else ids(self._report.open) - self._placed - ids(report.open)
+        if left:  # the engine, which never had them, gives none of these back
+            self.returned(sorted(left))
         before = self.opened, self.target
         found = self._open(self._report if report is None else report, most, max(each.away for each in others))
         return replace(found, short=short) if short or before != (self.opened, self.target) else None

@@ -121,7 +121,11 @@ class RankLink:
         """Wake the tenant: there are requests. Returns whether it serves. If other processes keep the pages that its layers need
         it sleeps on, and the pool is not to be touched."""
         if self._asleep:
-            reports = self._ask("wake")
+            try:
+                reports = self._ask("wake")
+            except BaseException:  # what other ranks have lost they tell once
+                self.books.forget(self.group.opened if self._local is None else ())
+                raise
             for report in reports if self._local is None else ():  # else it has heard of each change at once
                 self.books.forget(() if report is None else report.lost)
             if any(report is None for report in reports):

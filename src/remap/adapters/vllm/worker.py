@@ -332,7 +332,8 @@ class RemapWorker:
         if settings.link is not None:
             internals(tenant).calibrate_link(settings.link)
         given = session, tenant, self.rank, settings.cold_s if settings.joins else None, settings.turn_s
-        self.remap_rank = RankApart(*given, renamed=self._remap_rename) if self._remap_apart else Rank(*given)
+        apart = {"blocks": most, "may_move": self.remap_may_move, "renamed": self._remap_rename}
+        self.remap_rank = RankApart(*given, **apart) if self._remap_apart else Rank(*given)
         engine_internals.around_loading(model, partial(self._remap_write, "load_weights"))
         self._remap_gauges = (
             metrics.Writer(engine_internals.engine_index(self.vllm_config), most) if self.rank == 0 else None
