@@ -32,8 +32,8 @@ class Followed(NamedTuple):
 
 class RankApart(Rank):
     """One such rank. places: id of the engine's -> id here; empty on rank 0, where they are the same. blocks: of the engine's
-    tensors; no place lies beyond. may_move: whether blocks in use may. renamed: is told which have moved here, id -> id, when their
-    contents have."""
+    tensors; no place lies beyond. may_move: whether blocks in use may. renamed: is told which have moved here, id -> id, when
+    their contents have."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class RankApart(Rank):
         kv, used = internals(self.tenant).kv, set(self.places.values())
         opened = {block for block in kv.pool.open_ids() if block < self._blocks}
         moves = dict(zip(sorted(used - opened), sorted(opened - used)))
-        # Not to where the next pass is to zero what the device has refused to. Who does not move keeps its place until it is freed.
+        # Not to where the next pass zeroes what the device has refused to. What does not move stays until it is free.
         if moves and not kv.unfinished and self._may_move():
             with self._serving_on():
                 kv.move(list(moves.items()))
