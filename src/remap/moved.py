@@ -4,7 +4,6 @@
     moved              a name that stood on a public class
     renamed            a keyword of a public class or function
     SETTINGS, present  variables of the environment, and names in vLLM's --additional-config
-    CLASSES            of public modules
     OPTIONS            of commands (`remap.cli.options`)
 
 docs/versions.md has the policy.
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 
 from remap.errors import InvalidArgument
 
-__all__ = ["CLASSES", "GOES", "KEYWORDS", "OPTIONS", "SETTINGS", "goes", "moved", "present", "renamed", "renamed_class"]
+__all__ = ["GOES", "KEYWORDS", "OPTIONS", "SETTINGS", "goes", "moved", "present", "renamed"]
 
 GOES = "0.2"
 """The release without the old names: with it they leave these tables."""
@@ -35,9 +34,6 @@ OPTIONS: Mapping[tuple[str, ...], Mapping[str, str]] = {
     ("cluster", "serve"): {"--swap": "--host-kv"},
 }
 """Command -> old -> new."""
-
-CLASSES: Mapping[str, Mapping[str, str]] = {"remap.ranks": {"Group": "RankGroup", "Report": "RankReport"}}
-"""Module -> old -> new."""
 
 KEYWORDS: list[tuple[type, Mapping[str, str]]] = []
 """Classes with `renamed` keywords: old -> new."""
@@ -72,16 +68,6 @@ def moved(asked: object, name: str, holder: str, place: str, to: str = "") -> An
         raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=asked)
     warnings.warn(goes(f"{kind}.{name}", f"{place}.{to}"), DeprecationWarning, stacklevel=3)
     return found
-
-
-def renamed_class(module: str, names: Mapping[str, object], name: str) -> object:
-    """For a module's `__getattr__`: the class that was called `name`. names: the module's own. Raises AttributeError if there was
-    none."""
-    new = CLASSES[module].get(name)
-    if new is None:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-    warnings.warn(goes(f"{module}.{name}", new), DeprecationWarning, stacklevel=3)
-    return names[new]
 
 
 def renamed(**names: str) -> Callable[[Class], Class]:

@@ -30,7 +30,6 @@ from typing import Any
 from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState, OutOfMemory
 from remap.internals import internals
 from remap.memory.core import Core
-from remap.moved import renamed_class
 from remap.policy.controller import Demand
 from remap.policy.turns import TURN_S
 from remap.process_turn import ProcessTurn
@@ -48,10 +47,6 @@ _PATIENT_S, _AGAIN_S, _WAKE_AGAIN_S = 0.25, 0.005, 0.05
 """How long a step waits for other processes, and how often it looks; how often who has no pages asks for some."""
 
 Runs = tuple[tuple[int, int], ...]
-
-
-def __getattr__(name: str) -> object:
-    return renamed_class(__name__, globals(), name)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
 import warnings
 from typing import Any
@@ -49,18 +48,6 @@ def test_what_stood_on_a_class() -> None:
                 assert type(value) is type(getattr(new, name))
                 asked += 1
         assert asked > 30
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [(module, *names) for module, renamed in moved.CLASSES.items() for names in renamed.items()],
-)
-def test_classes(module: str, old: str, new: str) -> None:
-    found = importlib.import_module(module)
-    with pytest.warns(DeprecationWarning, match=f"{old} goes with the next release; use {new}"):
-        assert getattr(found, old) is getattr(found, new)
-    with pytest.raises(AttributeError, match="Nothing"):
-        _ = found.Nothing
 
 
 @pytest.mark.parametrize(("kind", "names"), moved.KEYWORDS, ids=lambda each: getattr(each, "__name__", ""))

@@ -167,11 +167,7 @@ def stall(
     Zero when nothing waits (rounding is removed). Arguments and errors as for `period`.
     """
     compute, transfer = _times(compute_s, transfer_s, layers)
-    chosen = _streamed(streamed, len(compute))
-    total = math.fsum(compute)
-    return max(
-        0.0, pass_period(compute, transfer, chosen, _integer("buffers", buffers, 1), _mode(slots), total) - total
-    )
+    return max(0.0, period(compute, transfer, streamed, buffers, slots) - math.fsum(compute))
 
 
 def max_remapped(
