@@ -112,9 +112,13 @@ REFUSED = {
         {"text_config": TINY | {"num_attention_heads": 4, "cross_attention_layers": [1], "pad_token_id": 0}}
         | {"vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2}},
     ),
-    "FalconH1ForCausalLM": (  # keys and values and a state in one layer
+    "GlmMoeDsaForCausalLM": (  # an index beside latents
         "layer_types",
-        TINY | {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "intermediate_size": 96},
+        TINY
+        | {"intermediate_size": 96, "moe_intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+        | {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 16}
+        | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        | {"index_head_dim": 16, "index_n_heads": 2},
     ),
     "MambaForCausalLM": ("layer_types", TINY),  # no layer with keys and values
 }

@@ -184,7 +184,10 @@ def link_over(books: PoolIds, asked: list[Any], *, sharing: bool) -> RankLink:
     link = RankLink.__new__(RankLink)
     link.books, link.sharing, link._asleep, link._local = books, sharing, False, None
     link.group = SimpleNamespace(
-        target=(1, 1), home=lambda: asked.append(("home",)), woken=lambda reports: reports[0].open
+        target=(1, 1),
+        home=lambda: asked.append(("home",)),
+        woken=lambda reports: reports[0].open,
+        returned=lambda blocks: asked.append(("returned", blocks)),
     )
     woken = [RankReport(((0, 4),), (1, 1))]
     link._ask = lambda *call: asked.append(call) or (woken if call == ("wake",) else [])
