@@ -151,6 +151,7 @@ def test_runs_and_ids_are_inverse(found: set[int]) -> None:
     assert ids(made) == found
     assert all(first < stop for first, stop in made)
     assert all(before < after for (_, before), (after, _) in zip(made, made[1:]))
+    assert all(runs(range(*each)) == (each,) for each in made) and runs(range(0)) == ()
 
 
 @pytest.mark.parametrize(("count", "local"), [(1, True), (1, False), (3, False)])
