@@ -69,8 +69,9 @@ class RankReport:
 
 def runs(ids: Iterable[int]) -> Runs:
     """Ascending ids as (first, stop) runs."""
-    if isinstance(ids, range):  # as most pools say it; half a million ids would take 50 ms one by one
-        return ((ids.start, ids.stop),) if ids else ()
+    ids = list(ids)
+    if ids and ids[-1] - ids[0] == len(ids) - 1:  # one run, as most often: half a million would take 50 ms one by one
+        return ((ids[0], ids[-1] + 1),)
     found: list[tuple[int, int]] = []
     for each in ids:
         if found and found[-1][1] == each:
